@@ -1,0 +1,1 @@
+"""Conversion of Hugging Face checkpoints to EXL3."""

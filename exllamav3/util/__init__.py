@@ -1,0 +1,1 @@
+"""Part of exllamav3; see docs/architecture.md."""
