@@ -1,0 +1,297 @@
+"""How the native code is built: THE list of sources and flags, and a small ninja driver.
+
+`setup.py` (ahead of time) and `exllamav3_ext/__init__.py` (just in time) both call
+`build()`. Compilers are driven directly, not through `torch.utils.cpp_extension`,
+because that one refuses nvcc under a CPU build of torch, while the stable ABI lets
+one `.so` with CPU and CUDA kernels be compiled there and loaded anywhere.
+
+To add a file, add one line to `CPU_SOURCES` or `CUDA_SOURCES`.
+
+Environment (read by the functions here and nowhere else):
+    EXLLAMAV3_BUILD       auto (default) | cpu | cuda | none
+    EXLLAMAV3_CUDA_ARCHS  e.g. "80;90a"; default: the GPUs of this machine, or 90a without one
+    MAX_JOBS              parallel compiler processes; default: the number of CPUs, at most 8
+    CXX, CUDA_HOME        as usual
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent / "csrc"
+EXTENSION_NAME = "_C.abi3.so"
+KINDS = ("auto", "cpu", "cuda", "none")
+
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One translation unit below csrc/ and the flags that it alone gets."""
+
+    path: str
+    flags: tuple[str, ...] = ()
+
+
+# Files that name an instruction set are entered only after a check at run time
+# (csrc/cpu/dispatch.h); every other file is plain x86-64 or whatever the machine is.
+CPU_SOURCES = (
+    Source("module.cpp"),
+    Source("cpu/bind_codec.cpp"),
+    Source("cpu/dispatch.cpp"),
+)
+
+# Kernels (.cu) include no torch header; bind_*.cpp files do and launch nothing themselves.
+CUDA_SOURCES: tuple[Source, ...] = ()
+
+# Anything fused is written as such in the source: the compiler never contracts a*b+c, so that
+# every path, whatever its instruction set, computes what the references compute.
+CXX_FLAGS = (
+    "-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
+    "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi",
+)  # fmt: skip
+NVCC_FLAGS = (
+    "-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr",
+    "-lineinfo",
+)  # fmt: skip
+DEFINES = (
+    "-DPy_LIMITED_API=0x030A0000",  # CPython 3.10
+    "-DTORCH_TARGET_VERSION=0x020A000000000000",  # torch 2.10
+)
+X86_ONLY_FLAGS = (*AVX2, *AVX512)
+
+
+class BuildError(RuntimeError):
+    """The extension cannot be built; the message says what is missing and what to do."""
+
+
+def requested_kind() -> str:
+    """Value of EXLLAMAV3_BUILD, checked."""
+    kind = os.environ.get("EXLLAMAV3_BUILD", "auto").strip().lower() or "auto"
+    if kind not in KINDS:
+        raise BuildError(f"EXLLAMAV3_BUILD is {kind!r}, expected one of {', '.join(KINDS)}")
+    return kind
+
+
+def detect() -> str:
+    """Resolve EXLLAMAV3_BUILD to "cpu", "cuda" or "none".
+
+    `auto` is `cuda` only where torch is a CUDA build *and* nvcc is found. Whether a
+    GPU is plugged in does not matter for a build.
+    """
+    kind = requested_kind()
+    if kind == "auto":
+        import torch
+
+        return "cuda" if torch.version.cuda and find_nvcc() else "cpu"
+    if kind == "cuda" and not find_nvcc():
+        raise BuildError(
+            "EXLLAMAV3_BUILD=cuda, but nvcc was not found on PATH or below CUDA_HOME. "
+            "Install the CUDA toolkit, or use EXLLAMAV3_BUILD=cpu."
+        )
+    return kind
+
+
+def cuda_home() -> Path | None:
+    """Directory of the CUDA toolkit, from CUDA_HOME or the place of nvcc."""
+    if home := os.environ.get("CUDA_HOME"):
+        return Path(home)
+    if nvcc := shutil.which("nvcc"):
+        return Path(nvcc).resolve().parent.parent
+    default = Path("/usr/local/cuda")
+    return default if default.exists() else None
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc, or None."""
+    home = cuda_home()
+    candidate = home / "bin" / "nvcc" if home else None
+    return str(candidate) if candidate and candidate.exists() else shutil.which("nvcc")
+
+
+def cuda_archs() -> tuple[str, ...]:
+    """Compute capabilities to compile for, such as ("80", "90a")."""
+    if value := os.environ.get("EXLLAMAV3_CUDA_ARCHS"):
+        archs = tuple(part for part in re.split(r"[;, ]+", value) if part)
+        for arch in archs:
+            if not re.fullmatch(r"\d{2,3}[af]?", arch):
+                raise BuildError(
+                    f'EXLLAMAV3_CUDA_ARCHS holds {arch!r}, expected e.g. "80;86;89;90a"'
+                )
+        return archs
+    import torch
+
+    found = set()
+    if torch.cuda.is_available():
+        for device in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(device)
+            found.add(f"{major}{minor}" + ("a" if major >= 9 else ""))
+    return tuple(sorted(found)) or ("90a",)
+
+
+def sources(kind: str) -> tuple[Source, ...]:
+    """Translation units of a build of this kind."""
+    return CPU_SOURCES + (CUDA_SOURCES if kind == "cuda" else ())
+
+
+def source_hash() -> str:
+    """Digest of every file below csrc/; compiled in, so that a stale `_C` is noticed."""
+    digest = hashlib.sha256()
+    for path in sorted(CSRC.rglob("*")):
+        if path.is_file():
+            digest.update(str(path.relative_to(CSRC)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cxx_flags(kind: str) -> list[str]:
+    """Flags of every g++ translation unit."""
+    import torch
+
+    include = Path(torch.__file__).parent / "include"
+    flags = [*CXX_FLAGS, *DEFINES, f"-I{CSRC}", f"-isystem{include}"]
+    flags.append(f"-isystem{include / 'torch/csrc/api/include'}")
+    flags.append(f"-isystem{sysconfig.get_path('include')}")
+    if kind == "cuda":
+        flags += ["-DUSE_CUDA", f"-isystem{cuda_home()}/include"]
+    return flags
+
+
+def nvcc_flags() -> list[str]:
+    """Flags of every nvcc translation unit."""
+    archs = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in cuda_archs()]
+    return [*NVCC_FLAGS, *DEFINES, "-DUSE_CUDA", f"-I{CSRC}", *archs]
+
+
+def link_flags(kind: str) -> list[str]:
+    """Flags of the link. A CUDA torch must pull in its CUDA library through libtorch."""
+    import torch
+
+    lib = Path(torch.__file__).parent / "lib"
+    flags = ["-shared", f"-L{lib}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+    if kind == "cuda":
+        flags += [f"-L{cuda_home()}/lib64", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    return flags
+
+
+def module_flags(kind: str) -> tuple[str, ...]:
+    """What module.cpp reports through `build_info`."""
+    archs = ",".join(cuda_archs()) if kind == "cuda" else ""
+    values = {"KIND": kind, "ARCHS": archs, "SOURCE_HASH": source_hash()}
+    return tuple(f'-DEXL3_BUILD_{name}=\\"{value}\\"' for name, value in values.items())
+
+
+def ninja_file(kind: str, target: Path) -> str:
+    """Text of build.ninja: one edge for each source, one link."""
+    compiler = os.environ.get("CXX", "g++")
+    cxx, nvcc, link = cxx_flags(kind), nvcc_flags() if kind == "cuda" else [], link_flags(kind)
+    is_x86 = os.uname().machine in ("x86_64", "AMD64")
+    lines = [
+        "ninja_required_version = 1.5",
+        "rule cxx",
+        f"  command = {compiler} -MMD -MF $out.d {_join(cxx)} $extra -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule nvcc",
+        f"  command = {find_nvcc()} -MMD -MF $out.d {_join(nvcc)} $extra -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {compiler} $in {_join(link)} -o $out",
+    ]
+    objects = []
+    for source in sources(kind):
+        obj = source.path.replace("/", ".") + ".o"
+        flags = [flag for flag in source.flags if is_x86 or flag not in X86_ONLY_FLAGS]
+        if source.path == "module.cpp":
+            flags += module_flags(kind)
+        rule = "nvcc" if source.path.endswith(".cu") else "cxx"
+        lines += [f"build {obj}: {rule} {_escape(str(CSRC / source.path))}"]
+        lines += [f"  extra = {' '.join(flags)}"]
+        objects.append(obj)
+    lines += [f"build {_escape(str(target))}: link {' '.join(objects)}", ""]
+    return "\n".join(lines)
+
+
+def build(kind: str, build_dir: Path, target: Path) -> None:
+    """Compile and link `target`; work that is up to date is not repeated.
+
+    Args:
+        kind: "cpu" or "cuda".
+        build_dir: objects, build.ninja and a lock file; created.
+        target: path of the shared object; its folder is created.
+
+    Raises:
+        BuildError: a tool is missing or a compiler failed (its output has been shown).
+    """
+    _check_toolchain()
+    build_dir.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(build_dir / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system even if this process is killed
+        text = ninja_file(kind, target.resolve())
+        path = build_dir / "build.ninja"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+        jobs = os.environ.get("MAX_JOBS") or str(min(os.cpu_count() or 1, 8))
+        command = [_find_ninja(), "-C", str(build_dir), "-j", jobs]
+        if subprocess.run(command, stdout=sys.stderr).returncode != 0:
+            raise BuildError(
+                f"the compiler failed; its message is above. To see the commands: "
+                f"{' '.join(command)} -v. To go without native code: EXLLAMAV3_BUILD=none."
+            )
+
+
+def jit_directory(kind: str) -> Path:
+    """Cache folder of a just-in-time build, keyed by sources, torch and flags."""
+    import torch
+
+    key = json.dumps([source_hash(), torch.__version__, cxx_flags(kind), link_flags(kind)])
+    if kind == "cuda":
+        key += json.dumps(nvcc_flags())
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "exllamav3" / hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def _check_toolchain() -> None:
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise BuildError(
+            "this is a free-threaded Python, which has no limited API; "
+            "use a regular build of Python, or EXLLAMAV3_BUILD=none"
+        )
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler.split()[0]) is None:
+        raise BuildError(
+            f"no C++ compiler: {compiler!r} was not found. Install g++ (12 or newer) or set CXX; "
+            f"EXLLAMAV3_BUILD=none installs without native code, which is very slow."
+        )
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        raise BuildError(f"{header} is missing: install the Python headers (python3-dev)")
+
+
+def _find_ninja() -> str:
+    beside = Path(sys.executable).parent / "ninja"
+    found = str(beside) if beside.exists() else shutil.which("ninja")
+    if found is None:
+        raise BuildError("ninja was not found: pip install ninja")
+    return found
+
+
+def _join(flags: list[str]) -> str:
+    return " ".join(flags)
+
+
+def _escape(path: str) -> str:
+    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")

@@ -1,0 +1,47 @@
+"""Fixtures of the whole suite.
+
+EXL3_FAIL_ON_SKIP=1 turns every skip into a failure, so that a CI lane cannot stay
+green by skipping. Tests marked `slow` or `cuda` are deselected unless asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Folder of stored test data."""
+    return Path(__file__).parent / "data"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Device to test on; its `cuda` variant runs only under `-m cuda`."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _thread_count_is_restored() -> Iterator[None]:
+    """A test that changes the number of threads does not slow down the ones after it."""
+    torch = sys.modules.get("torch")  # topology tests run without torch
+    before = torch.get_num_threads() if torch else 0
+    yield
+    if torch:
+        torch.set_num_threads(before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    """Make a skip a failure when asked to."""
+    report = yield
+    expected = hasattr(report, "wasxfail")
+    if report.skipped and not expected and os.environ.get("EXL3_FAIL_ON_SKIP") == "1":
+        report.outcome = "failed"
+        report.longrepr = f"skipped under EXL3_FAIL_ON_SKIP=1: {report.longrepr}"
+    return report
