@@ -97,27 +97,34 @@ def detect() -> str:
         return "cuda" if torch.version.cuda and find_nvcc() else "cpu"
     if kind == "cuda" and not find_nvcc():
         raise BuildError(
-            "EXLLAMAV3_BUILD=cuda, but nvcc was not found on PATH or below CUDA_HOME. "
-            "Install the CUDA toolkit, or use EXLLAMAV3_BUILD=cpu."
+            "EXLLAMAV3_BUILD=cuda, but no CUDA toolkit (nvcc and cuda_runtime.h) was found on "
+            "PATH, in CUDA_HOME or in /usr/local/cuda. Install it, or use EXLLAMAV3_BUILD=cpu."
         )
     return kind
 
 
 def cuda_home() -> Path | None:
-    """Directory of the CUDA toolkit, from CUDA_HOME or the place of nvcc."""
-    if home := os.environ.get("CUDA_HOME"):
-        return Path(home)
-    if nvcc := shutil.which("nvcc"):
-        return Path(nvcc).resolve().parent.parent
-    default = Path("/usr/local/cuda")
-    return default if default.exists() else None
+    """Directory of the CUDA toolkit (it holds include/cuda_runtime.h), or None.
+
+    Looks at CUDA_HOME, at the place of nvcc, and at /usr/local/cuda.
+    """
+    candidates = [Path(os.environ["CUDA_HOME"])] if os.environ.get("CUDA_HOME") else []
+    if nvcc := shutil.which("nvcc"):  # which may be a wrapper script outside the toolkit
+        candidates.append(Path(nvcc).resolve().parent.parent)
+    candidates.append(Path("/usr/local/cuda"))
+    for candidate in candidates:
+        if (candidate / "include" / "cuda_runtime.h").exists():
+            return candidate
+    return None
 
 
 def find_nvcc() -> str | None:
-    """Path of nvcc, or None."""
+    """Path of nvcc, or None unless its headers are there too."""
     home = cuda_home()
-    candidate = home / "bin" / "nvcc" if home else None
-    return str(candidate) if candidate and candidate.exists() else shutil.which("nvcc")
+    if home is None:
+        return None
+    inside = home / "bin" / "nvcc"
+    return str(inside) if inside.exists() else shutil.which("nvcc")
 
 
 def cuda_archs() -> tuple[str, ...]:
@@ -201,14 +208,17 @@ def ninja_file(kind: str, target: Path) -> str:
         "ninja_required_version = 1.5",
         "rule cxx",
         f"  command = {compiler} -MMD -MF $out.d {_join(cxx)} $extra -c $in -o $out",
+        "  description = c++ $name",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule nvcc",
         f"  command = {find_nvcc()} -MMD -MF $out.d {_join(nvcc)} $extra -c $in -o $out",
+        "  description = nvcc $name",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
         f"  command = {compiler} $in {_join(link)} -o $out",
+        "  description = link $out",
     ]
     objects = []
     for source in sources(kind):
@@ -218,7 +228,7 @@ def ninja_file(kind: str, target: Path) -> str:
             flags += module_flags(kind)
         rule = "nvcc" if source.path.endswith(".cu") else "cxx"
         lines += [f"build {obj}: {rule} {_escape(str(CSRC / source.path))}"]
-        lines += [f"  extra = {' '.join(flags)}"]
+        lines += [f"  name = {source.path}", f"  extra = {' '.join(flags)}"]
         objects.append(obj)
     lines += [f"build {_escape(str(target))}: link {' '.join(objects)}", ""]
     return "\n".join(lines)

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include <string>
+#include <utility>
 
 #include "common.h"
 #include "cpu/dispatch.h"
@@ -11,13 +12,20 @@
 namespace {
 
 std::string build_info() {
-    auto item = [](const char* key, const std::string& value) {
-        return std::string("\"") + key + "\": \"" + value + "\"";
+    const std::pair<const char*, const char*> items[] = {
+        {"kind", EXL3_BUILD_KIND},
+        {"archs", EXL3_BUILD_ARCHS},
+        {"isa", exl3::isa_name(exl3::active_isa())},
+        {"compiler", __VERSION__},
+        {"torch_target", "2.10"},
+        {"source_hash", EXL3_BUILD_SOURCE_HASH},
     };
-    return "{" + item("kind", EXL3_BUILD_KIND) + ", " + item("archs", EXL3_BUILD_ARCHS) + ", " +
-           item("isa", exl3::isa_name(exl3::active_isa())) + ", " +
-           item("compiler", __VERSION__) + ", " + item("torch_target", "2.10") + ", " +
-           item("source_hash", EXL3_BUILD_SOURCE_HASH) + "}";
+    std::string json = "{";
+    for (const auto& [key, value] : items) {
+        json.append(json.size() > 1 ? ", \"" : "\"").append(key);
+        json.append("\": \"").append(value).append("\"");
+    }
+    return json.append("}");
 }
 
 }  // namespace
