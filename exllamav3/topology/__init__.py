@@ -11,6 +11,9 @@ The way through the package:
 Only a ResolvedTopology reaches modules and converter. See docs/qkv_topology.md.
 """
 
+from exllamav3.topology.allocation import Allocation, apply_topology, mean_bits
+from exllamav3.topology.consumer import validate_declaration
+from exllamav3.topology.copies import check_copies
 from exllamav3.topology.declaration import (
     Declaration,
     declaration_in_config,
@@ -18,10 +21,13 @@ from exllamav3.topology.declaration import (
     parse_declaration_text,
 )
 from exllamav3.topology.facts import AttentionFacts, ModelFacts, TensorMeta
+from exllamav3.topology.payload import check_payload, check_undeclared
 from exllamav3.topology.plan import Plan, PlannedProjection, PlanRow, load_plan, parse_plan
 from exllamav3.topology.resolve import check_plan, check_resumed_plan, resolve_plan
 from exllamav3.topology.resolved import Projection, ResolvedTopology, TopologyRow
 from exllamav3.topology.schema import COMPONENTS, CONFIG_PATH, FUSED_NAME, METADATA_KEY, SCHEMA
+from exllamav3.topology.source import check_source
+from exllamav3.topology.tensor_storage import check_tensor_storage, storage_annotation
 
 __all__ = [
     "COMPONENTS",
@@ -29,6 +35,7 @@ __all__ = [
     "FUSED_NAME",
     "METADATA_KEY",
     "SCHEMA",
+    "Allocation",
     "AttentionFacts",
     "Declaration",
     "ModelFacts",
@@ -39,12 +46,21 @@ __all__ = [
     "ResolvedTopology",
     "TensorMeta",
     "TopologyRow",
+    "apply_topology",
+    "check_copies",
+    "check_payload",
     "check_plan",
     "check_resumed_plan",
+    "check_source",
+    "check_tensor_storage",
+    "check_undeclared",
     "declaration_in_config",
     "load_plan",
+    "mean_bits",
     "parse_declaration",
     "parse_declaration_text",
     "parse_plan",
     "resolve_plan",
+    "storage_annotation",
+    "validate_declaration",
 ]

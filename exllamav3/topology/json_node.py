@@ -103,7 +103,9 @@ class Node:
         return replace(self, subject=subject)
 
     def _type_error(self, expected: str, advice: str) -> TopologyError:
-        name = "the document" if not self.path else self.path.rpartition(".")[2]
+        name = self.path.rpartition(".")[2] or "the document"
+        if name.endswith('"]'):  # a key with dots in it; the path shows it whole
+            name = "the value"
         return self.error(f"{name} is {show(self.value)}, expected {expected}", advice)
 
     def _child(self, key: str) -> Node:

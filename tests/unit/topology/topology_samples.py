@@ -10,7 +10,13 @@ import copy
 import json
 from typing import Any
 
-from exllamav3.topology import AttentionFacts, ModelFacts, TensorMeta
+from exllamav3.topology import (
+    AttentionFacts,
+    ModelFacts,
+    TensorMeta,
+    parse_plan,
+    resolve_plan,
+)
 
 PREFIX = "model.language_model.layers"
 L3, L7, L11 = (f"{PREFIX}.{n}.self_attn" for n in (3, 7, 11))
@@ -74,3 +80,33 @@ def payload(
     if bias:
         tensors[f"{key}.bias"] = TensorMeta((width,), "F16")
     return tensors
+
+
+def inventory_of(topology, facts: ModelFacts = FACTS, bias: bool = False) -> dict[str, TensorMeta]:
+    """Every tensor of a checkpoint of this topology, with some that are none of its business."""
+    tensors = {
+        "lm_head.weight": TensorMeta((512, 256), "F16"),
+        **payload("mtp.layers.3.self_attn.q_proj", 256, 512, 4, "mul1"),
+        **payload("model.visual.blocks.0.attn.qkv_proj", 128, 384, 6, "mul1"),
+        **payload(f"{PREFIX}.0.linear_attn.in_proj_qkv", 256, 1024, 2, "mul1"),
+    }
+    for row in topology.rows:
+        in_features = -(-facts.find(row.layer).in_features // 128) * 128
+        tensors.update(payload(f"{row.layer}.o_proj", 256, 256, 2, "mul1"))
+        for projection, width in zip(row.projections, row.stored_widths, strict=True):
+            tensors.update(
+                payload(
+                    row.key(projection),
+                    in_features,
+                    width,
+                    projection.bits,
+                    projection.codebook,
+                    bias,
+                )
+            )
+    return tensors
+
+
+def sample_topology(facts: ModelFacts = FACTS):
+    plan = parse_plan(text(PLAN), "plan.json")
+    return resolve_plan(plan, facts, "mul1", "always", ALLOCATED)
