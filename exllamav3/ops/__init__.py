@@ -1,1 +1,29 @@
-"""Part of exllamav3; see docs/architecture.md."""
+"""The operators: checked wrappers over `torch.ops.exllamav3`, served by native code or torch.
+
+Each wrapper validates its arguments and raises a readable `FormatError`; the kernels
+behind it only guard memory. `status` says which code serves which device.
+"""
+
+from exllamav3.ops.codec import decode, pack, reconstruct, unpack
+from exllamav3.ops.deinterleave import deinterleave_qg, deinterleave_qg_reference
+from exllamav3.ops.delta_rule import gated_delta_rule
+from exllamav3.ops.hadamard import hadamard
+from exllamav3.ops.linear import exl3_linear, exl3_linear_group
+from exllamav3.ops.status import backend, build_info, require_device, require_native
+
+__all__ = [
+    "backend",
+    "build_info",
+    "decode",
+    "deinterleave_qg",
+    "deinterleave_qg_reference",
+    "exl3_linear",
+    "exl3_linear_group",
+    "gated_delta_rule",
+    "hadamard",
+    "pack",
+    "reconstruct",
+    "require_device",
+    "require_native",
+    "unpack",
+]
