@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Config": "exllamav3.model.config",
     "Model": "exllamav3.model.model",
-    "Cache": "exllamav3.cache.kv",
+    "Cache": "exllamav3.cache.cache",
     "Tokenizer": "exllamav3.tokenizer.tokenizer",
     "Generator": "exllamav3.generator.generator",
     "Job": "exllamav3.generator.job",

@@ -1,1 +1,6 @@
-"""Part of exllamav3; see docs/architecture.md."""
+"""What a model remembers of the sequences it has seen: keys, values and recurrent states."""
+
+from exllamav3.cache.cache import Cache, Sequence
+from exllamav3.cache.pages import PAGE_SIZE
+
+__all__ = ["PAGE_SIZE", "Cache", "Sequence"]

@@ -66,8 +66,10 @@ def render_chat_template(
         FormatError: the template is malformed or refuses the conversation.
     """
     try:
-        return _environment().from_string(template).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **variables
+        return (
+            _environment()
+            .from_string(template)
+            .render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
         )
     except TemplateError as error:
         raise FormatError(

@@ -1,0 +1,46 @@
+"""Recurrent state of one gated delta net layer: one entry a sequence, whatever its length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exllamav3.modules.context import RecurrentSpec
+
+
+class RecurrentLayer:
+    """Convolution window and delta state of up to `slots` sequences.
+
+    conv: the newest `conv_kernel - 1` inputs of the causal convolution, oldest first. delta: the
+    state of the delta rule. Both float32: they are small, and rounding the delta state would
+    accumulate over a sequence.
+
+    Args:
+        slots: how many sequences.
+        spec: geometry of the layer.
+        device: of the activations.
+    """
+
+    def __init__(self, slots: int, spec: RecurrentSpec, device: torch.device) -> None:
+        conv_shape = (slots, spec.conv_channels, spec.conv_kernel - 1)
+        delta_shape = (slots, spec.value_heads, spec.key_dim, spec.value_dim)
+        self._conv = torch.zeros(conv_shape, dtype=torch.float32, device=device)
+        self._delta = torch.zeros(delta_shape, dtype=torch.float32, device=device)
+
+    def read(self, slots_B: Tensor, is_new_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states of some sequences, zeros for the new ones."""
+        conv, delta = self._conv[slots_B], self._delta[slots_B]
+        # Overwritten rather than multiplied by 0: an old state may hold NaN.
+        conv[is_new_B] = 0
+        delta[is_new_B] = 0
+        return conv, delta
+
+    def write(self, slots_B: Tensor, conv: Tensor, delta: Tensor) -> None:
+        """Store the states of some sequences."""
+        self._conv[slots_B] = conv.to(self._conv.dtype)
+        self._delta[slots_B] = delta.to(self._delta.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory held."""
+        return sum(t.numel() * t.element_size() for t in (self._conv, self._delta))
