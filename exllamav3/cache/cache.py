@@ -77,8 +77,8 @@ class Cache:
     @property
     def size_bytes(self) -> int:
         """Memory taken so far."""
-        layers = [*self._kv.values(), *self._recurrent.values()]
-        return sum(layer.size_bytes for layer in layers)
+        kv = sum(layer.size_bytes for layer in self._kv.values())
+        return kv + sum(layer.size_bytes for layer in self._recurrent.values())
 
     def fits(self, tokens: int) -> bool:
         """Whether `new_sequence(tokens)` would succeed now."""

@@ -39,9 +39,9 @@ def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> 
     if entry is None or isinstance(entry, str):
         return entry
     if isinstance(entry, list) and all(isinstance(item, dict) for item in entry):
-        named = {item.get("name"): item.get("template") for item in entry}
-        if isinstance(named.get("default"), str):
-            return named["default"]
+        default = next((i.get("template") for i in entry if i.get("name") == "default"), None)
+        if isinstance(default, str):
+            return default
     raise FormatError(
         f"{directory / 'tokenizer_config.json'}: chat_template must be a string or a list of "
         f'{{"name", "template"}} objects with one named "default"'

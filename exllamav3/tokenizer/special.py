@@ -112,10 +112,11 @@ def _named_id(
 def _id_list(value: object, key: str, directory: Path) -> list[int]:
     if value is None:
         return []
-    values = value if isinstance(value, list) else [value]
-    for entry in values:
+    ids: list[int] = []
+    for entry in value if isinstance(value, list) else [value]:
         if isinstance(entry, bool) or not isinstance(entry, int):
             raise FormatError(
                 f"{directory}: {key} is {value!r}, expected an integer, a list of integers or null"
             )
-    return values
+        ids.append(entry)
+    return ids
