@@ -20,7 +20,7 @@ class HasDirectory(Protocol):
     """The one thing a tokenizer needs of a model configuration."""
 
     @property
-    def directory(self) -> str | Path: ...
+    def directory(self) -> Path | None: ...
 
 
 class Tokenizer:
@@ -52,7 +52,13 @@ class Tokenizer:
 
     @classmethod
     def from_config(cls, config: HasDirectory) -> Tokenizer:
-        """Load the tokenizer beside a model. Raises as `from_directory`."""
+        """Load the tokenizer beside a model.
+
+        Raises:
+            FormatError: as `from_directory`, or the configuration was made in memory.
+        """
+        if config.directory is None:
+            raise FormatError("this configuration was made in memory: it has no tokenizer files")
         return cls.from_directory(config.directory)
 
     @classmethod
