@@ -9,6 +9,7 @@ from exllamav3.ops.deinterleave import deinterleave_qg, deinterleave_qg_referenc
 from exllamav3.ops.delta_rule import gated_delta_rule
 from exllamav3.ops.hadamard import hadamard
 from exllamav3.ops.linear import exl3_linear, exl3_linear_group
+from exllamav3.ops.search import quantize_tiles
 from exllamav3.ops.status import backend, build_info, require_device, require_native
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "gated_delta_rule",
     "hadamard",
     "pack",
+    "quantize_tiles",
     "reconstruct",
     "require_device",
     "require_native",
