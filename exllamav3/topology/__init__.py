@@ -17,6 +17,7 @@ from exllamav3.topology.copies import check_copies
 from exllamav3.topology.declaration import (
     Declaration,
     declaration_in_config,
+    declaration_in_quantization_config,
     parse_declaration,
     parse_declaration_text,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "check_tensor_storage",
     "check_undeclared",
     "declaration_in_config",
+    "declaration_in_quantization_config",
     "load_plan",
     "mean_bits",
     "parse_declaration",

@@ -26,9 +26,10 @@ def check_copies(
 
     Args:
         authoritative: the declaration of config.json.
-        copies: by place (file and JSON path), the copy as JSON text (shard headers) or as
-            decoded JSON (quantization_config.json, index); None where there is none.
-        required: the producer's stricter rule: no copy may be absent, and text must be
+        copies: every copy there is by its place (file and JSON path), as JSON text (shard
+            headers) or as decoded JSON (quantization_config.json, index). A reader leaves out
+            places without a copy; a producer gives None for them.
+        required: the producer's stricter rule: no place without a copy, and text must be
             compact JSON with sorted keys, byte for byte.
 
     Raises:
@@ -37,10 +38,8 @@ def check_copies(
     expected = authoritative.to_obj()
     for where, copy in copies.items():
         node = Node(copy, where)
-        if copy is None:
-            if required:
-                raise node.error(f"the copy of {CONFIG_PATH} is missing", "Write it again.")
-            continue
+        if copy is None and required:
+            raise node.error(f"the copy of {CONFIG_PATH} is missing", "Write it again.")
         if isinstance(copy, str | bytes):
             declaration = parse_declaration_text(copy, where)
         else:

@@ -57,7 +57,7 @@ def parse_declaration(value: object, where: str, path: str = "") -> Declaration:
     """Parse a declaration from JSON values that are already decoded.
 
     Duplicate keys are no longer visible in decoded JSON; from a whole config.json use
-    `declaration_in_config`.
+    `declaration_in_config` or `declaration_in_quantization_config`.
 
     Args:
         value: the object under `exl3_qkv_topology`.
@@ -81,22 +81,38 @@ def parse_declaration_text(text: str | bytes, where: str, path: str = "") -> Dec
 
 
 def declaration_in_config(text: str | bytes, where: str = "config.json") -> Declaration | None:
-    """Find and parse the declaration in the text of a config.json or quantization_config.json.
+    """Find and parse the authoritative declaration, in the text of a config.json.
 
-    config.json has it under `quantization_config`, quantization_config.json at its root.
-    None if there is no declaration.
+    Returns:
+        The declaration under `quantization_config.exl3_qkv_topology`, None if that key is absent.
 
     Raises:
-        TopologyError: the text is not strict JSON, or what is declared is malformed.
+        TopologyError: the text is not strict JSON, the declaration is malformed, or it stands at
+            the root, where it would be overlooked.
     """
-    root = read_json(text, where)
+    root = read_json(text, where, allow_nan=True)
     members = root.mapping()
     if METADATA_KEY in members:
-        return _parse(root.member(METADATA_KEY))
+        raise root.error(
+            f"{show(METADATA_KEY)} stands at the root, expected it at {CONFIG_PATH}",
+            "Move it there; only quantization_config.json has it at its root.",
+        )
     section = members.get("quantization_config")
     if not isinstance(section, dict) or METADATA_KEY not in section:
         return None
-    return _parse(Node(section[METADATA_KEY], where, CONFIG_PATH))
+    return _parse(root.member("quantization_config").member(METADATA_KEY))
+
+
+def declaration_in_quantization_config(
+    text: str | bytes, where: str = "quantization_config.json"
+) -> Declaration | None:
+    """Find and parse the copy at the root of a quantization_config.json, None if there is none.
+
+    Raises:
+        TopologyError: the text is not strict JSON, or the copy is malformed.
+    """
+    root = read_json(text, where, allow_nan=True)
+    return _parse(root.member(METADATA_KEY)) if METADATA_KEY in root.mapping() else None
 
 
 def _parse(root: Node) -> Declaration:

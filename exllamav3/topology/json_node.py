@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -19,6 +20,9 @@ from exllamav3.errors import TopologyError
 MAX_NUMBER_CHARACTERS = 64
 """Longest number a document may contain; none of ours has more than a dozen digits."""
 MAX_SHOWN_CHARACTERS = 120
+MAX_PATH_CHARACTERS = 300
+_PLAIN_KEY = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+"""Keys that a JSON path shows bare; others it shows quoted, cut and in brackets."""
 
 
 class _Object(dict[str, object]):
@@ -94,7 +98,10 @@ class Node:
 
     def error(self, problem: str, advice: str = "") -> TopologyError:
         """Make (not raise) the error of this value: place, subject, problem, what to do."""
-        place = f"{self.where}, {self.path}" if self.path else self.where
+        path = self.path
+        if len(path) > MAX_PATH_CHARACTERS:
+            path = f"...{path[-MAX_PATH_CHARACTERS:]}"
+        place = f"{self.where}, {path}" if path else self.where
         parts = [place, self.subject, problem] if self.subject else [place, problem]
         return TopologyError(": ".join(parts) + (f". {advice}" if advice else ""))
 
@@ -110,7 +117,8 @@ class Node:
 
     def _child(self, key: str) -> Node:
         assert isinstance(self.value, dict)
-        path = f"{self.path}.{key}" if self.path else key
+        step = key if _PLAIN_KEY.fullmatch(key) else f"[{show(key)}]"
+        path = f"{self.path}.{step}" if self.path and step == key else f"{self.path}{step}"
         return replace(self, value=self.value[key], path=path)
 
     def mapping(self, advice: str = "") -> dict[str, object]:
@@ -135,6 +143,7 @@ class Node:
         for key in present:
             if key not in known:
                 close = difflib.get_close_matches(key[:MAX_SHOWN_CHARACTERS], known, n=1)
+                close = [name for name in known if name.lower() == key.lower()] or close
                 hint = f"; did you mean {show(close[0])}?" if close else ""
                 raise self.error(
                     f"unknown key {show(key)}, expected {show_list(known)}{hint}", advice
@@ -202,12 +211,14 @@ def _refuse_duplicate_keys(root: Node) -> None:
             pending.extend(reversed(node.array()))
 
 
-def read_json(text: str | bytes, where: str) -> Node:
+def read_json(text: str | bytes, where: str, *, allow_nan: bool = False) -> Node:
     """Parse a JSON document strictly.
 
     Args:
         text: the document; bytes must be UTF-8 without a byte order mark.
         where: name of the file, for errors.
+        allow_nan: accept NaN and infinities, which some model configurations contain; as
+            floats they still satisfy nothing that a `Node` can be read as.
 
     Raises:
         TopologyError: anything but one well-formed JSON value without duplicate keys.
@@ -224,7 +235,7 @@ def read_json(text: str | bytes, where: str) -> Node:
         value = json.loads(
             text,
             object_pairs_hook=_object_from_pairs,
-            parse_constant=_refuse_constant,
+            parse_constant=float if allow_nan else _refuse_constant,
             parse_int=_bounded_int,
             parse_float=_bounded_float,
         )

@@ -8,7 +8,12 @@ import pytest
 from topology_samples import L3, L7, L11, edited, sample_topology, text
 
 from exllamav3.errors import TopologyError
-from exllamav3.topology import declaration_in_config, parse_declaration, parse_declaration_text
+from exllamav3.topology import (
+    declaration_in_config,
+    declaration_in_quantization_config,
+    parse_declaration,
+    parse_declaration_text,
+)
 
 OBJ = sample_topology().to_obj()
 FUSED_ROW = 1  # rows: layer 11 (split), layer 3 (fused), layer 7 (split)
@@ -165,9 +170,36 @@ def test_the_declaration_is_found_in_both_config_files():
     config = {"hidden_size": 256, "quantization_config": {"bits": 4, "exl3_qkv_topology": OBJ}}
     expected = parse_declaration(OBJ, "x")
     assert declaration_in_config(text(config)) == expected
-    assert declaration_in_config(text(config["quantization_config"])) == expected
+    found = declaration_in_quantization_config(text(config["quantization_config"]))
+    assert found == expected
+    assert declaration_in_quantization_config("{}") is None
     for absent in ({}, {"quantization_config": {}}, {"quantization_config": None}):
         assert declaration_in_config(text(absent)) is None
+
+
+def test_a_declaration_at_the_root_of_config_json_is_refused_and_not_overlooked():
+    with pytest.raises(TopologyError, match="stands at the root, expected it at quantization_conf"):
+        declaration_in_config(text({"exl3_qkv_topology": OBJ}))
+
+
+def test_infinities_elsewhere_in_a_config_are_none_of_our_business():
+    config = {"limit": float("inf"), "quantization_config": {"exl3_qkv_topology": OBJ}}
+    assert declaration_in_config(text(config)) == parse_declaration(OBJ, "x")
+    nan = text(config).replace('"K": 6', '"K": NaN', 1)
+    with pytest.raises(TopologyError, match=r"projections\[1\]\.K: .*K is NaN, expected"):
+        declaration_in_config(nan)
+
+
+def test_a_place_in_an_error_is_printable_and_short_whatever_the_keys_are():
+    key = "\n\u2028" * 1000
+    document = {"quantization_config": {key: {"": [{"a b": 1}]}}}
+    double = text(document).replace('"a b": 1', '"a b": 1, "a b": 1')
+    with pytest.raises(TopologyError) as caught:
+        declaration_in_config(double)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 500
+    assert '[""][0]: key "a b" is given twice' in message
 
 
 def test_a_declaration_that_is_null_is_not_taken_for_an_absent_one():
