@@ -15,7 +15,7 @@ A cache lives in `exllamav3/cache`; modules know it by the protocols below and n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -110,12 +110,14 @@ class ForwardContext:
     new_lengths: int64 `(b,)` on that device, or None when every token is real.
     cache: None for an uncached pass, in which the `s` tokens are the whole sequences.
     capture: None except while calibrating.
+    shared: what one layer computes and the others reuse in this pass (rotation, masks).
     """
 
     positions: Tensor
     new_lengths: Tensor | None = None
     cache: BatchCache | None = None
     capture: Capture | None = None
+    shared: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def uncached(cls, batch: int, seq: int, device: torch.device | str = "cpu") -> ForwardContext:

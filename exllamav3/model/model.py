@@ -1,0 +1,200 @@
+"""A model: its module tree, its tensors, and the way from token ids to logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exllamav3.architecture.decoder import build_decoder, build_mtp, model_facts
+from exllamav3.architecture.table import read_spec
+from exllamav3.errors import FormatError, UnsupportedError
+from exllamav3.model.config import Config
+from exllamav3.model.declaration import read_topology
+from exllamav3.model.params import last_places, make_context
+from exllamav3.modules.attention import Attention
+from exllamav3.modules.context import KvSpec, RecurrentSpec
+from exllamav3.modules.gated_delta_net import GatedDeltaNet
+from exllamav3.modules.module import Module, TensorSource
+from exllamav3.ops.status import require_device
+from exllamav3.topology import ModelFacts, ResolvedTopology
+
+Progress = Callable[[int, int], None]
+"""Called with (modules done, modules in all)."""
+
+
+class Model:
+    """A decoder-only model.
+
+    Attributes:
+        config: what it was made from.
+        spec: the facts the tree was built from.
+        topology: validated declaration of which blocks are fused, None where none is declared.
+        modules: top-level modules in order: embedding, blocks, final norm, head.
+        side_modules: modules that are stored and quantized, but not run (MTP).
+        copied: prefixes of tensors that belong to the checkpoint and are neither (vision).
+        device, dtype: where it is loaded and in which activation dtype; device is None before.
+    """
+
+    def __init__(self, config: Config, topology: ResolvedTopology | None) -> None:
+        """Use `from_config`; this takes a topology as proven."""
+        self.config = config
+        self.spec = read_spec(config)
+        self.topology = topology
+        fused = {row.layer for row in topology.rows if row.is_fused} if topology else set()
+        self.modules = build_decoder(self.spec, fused)
+        self.side_modules = build_mtp(self.spec)
+        self.copied = self.spec.copied
+        self.device: torch.device | None = None
+        self.dtype = torch.float32
+
+    @classmethod
+    def from_config(cls, config: Config, topology: ResolvedTopology | None = None) -> Model:
+        """Build the module tree; no weight is read.
+
+        Args:
+            config: of the model folder.
+            topology: which blocks are fused. None means what the checkpoint declares.
+
+        Raises:
+            UnsupportedError: the architecture, or something it uses, is not implemented.
+            FormatError: a setting is wrong, or the tensor files contradict each other.
+            TopologyError: the declaration does not describe this model or its tensors.
+        """
+        if topology is None:
+            topology = read_topology(config, model_facts(read_spec(config)))
+        return cls(config, topology)
+
+    def facts(self) -> ModelFacts:
+        """The attention modules a topology may and may not name."""
+        return model_facts(self.spec)
+
+    def walk(self) -> list[Module]:
+        """Every module that runs, depth first."""
+        return [module for top in self.modules for module in top]
+
+    def attention_layers(self) -> list[Attention]:
+        """The softmax attention modules in layer order."""
+        return [module for module in self.walk() if isinstance(module, Attention)]
+
+    def cache_specs(self) -> list[KvSpec | RecurrentSpec]:
+        """What a cache has to store, in layer order."""
+        return [m.cache_spec for m in self.walk() if isinstance(m, Attention | GatedDeltaNet)]
+
+    def routes(self) -> dict[str, Counter[str]]:
+        """How many passes of each attention module took which route, by its path."""
+        return {module.key: Counter(module.routes) for module in self.attention_layers()}
+
+    def unclaimed(self, names: Collection[str]) -> list[str]:
+        """Names of tensors that no module reads and no prefix of `copied` covers."""
+        claimed = {
+            name
+            for top in (*self.modules, *self.side_modules)
+            for module in top
+            for name in module.own_names(names)
+        }
+        return sorted(n for n in names if n not in claimed and not n.startswith(self.copied))
+
+    def load(
+        self,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        source: TensorSource | None = None,
+        tensor_p: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        """Read all weights that run.
+
+        Args:
+            device: None means the GPU if there is one, else the CPU.
+            dtype: of activations; None means float16 on a GPU and float32 on the CPU.
+            source: where tensors come from; None means the folder of the configuration.
+            tensor_p: spread the model over GPUs; refused for now.
+            progress: called after each top-level module.
+
+        Raises:
+            UnsupportedError: `tensor_p`, a device this build cannot serve, or a stored dtype that
+                cannot be computed with.
+            FormatError: tensors are missing or have wrong shapes.
+        """
+        if tensor_p:
+            self._refuse_tensor_parallelism()
+        target = _resolve_device(device)
+        dtype = dtype or (torch.float32 if target.type == "cpu" else torch.float16)
+        if dtype not in (torch.float32, torch.float16):
+            raise UnsupportedError(f"dtype {dtype}: activations are float32 or float16")
+        tensors = source or self.config.files
+        self._check_complete(tensors.names())
+        for done, module in enumerate(self.modules, start=1):
+            module.load(tensors, target, dtype)
+            if progress is not None:
+                progress(done, len(self.modules))
+        self.device, self.dtype = target, dtype
+
+    def unload(self) -> None:
+        """Drop all weights."""
+        for module in self.modules:
+            module.unload()
+        self.device = None
+
+    def _refuse_tensor_parallelism(self) -> None:
+        fused = self.topology.first_fused() if self.topology else None
+        if fused is not None:
+            raise UnsupportedError(
+                f"tensor_p: {fused} stores q, k and v as one fused matrix, which cannot be spread "
+                f"over devices; load without tensor_p, or convert with this layer split"
+            )
+        raise UnsupportedError("tensor_p: tensor parallelism is not there yet; load without it")
+
+    def _check_complete(self, names: Collection[str]) -> None:
+        missing = [name for module in self.modules for name in module.missing(names)]
+        if missing:
+            shown = ", ".join(missing[:6]) + (", ..." if len(missing) > 6 else "")
+            raise FormatError(
+                f"{self.config.directory or 'source'}: {len(missing)} tensors of "
+                f"{self.config.architecture} are missing: {shown}" + self._hint(missing)
+            )
+
+    def _hint(self, missing: list[str]) -> str:
+        if missing == ["lm_head.weight"]:
+            return (
+                '; a model whose head is its embedding says "tie_word_embeddings": true in '
+                "config.json"
+            )
+        return "; config.json and the tensors belong to different models, or files are missing"
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, params: Mapping[str, Any] | None = None) -> Tensor:
+        """Logits of the next token at every place.
+
+        Args:
+            ids: int64 `(b, s)`, on any device.
+            params: see `model.params.KNOWN`; empty or None means whole sequences and no cache.
+
+        Returns:
+            float32 `(b, s, vocab)`, the unpadded vocabulary.
+
+        Raises:
+            FormatError: ids or params are malformed, or the model is not loaded.
+        """
+        if self.device is None:
+            raise FormatError("the model is not loaded; call model.load() first")
+        params = params or {}
+        ctx = make_context(ids, params, self.device, self.config.vocab_size)
+        x = ids
+        for module in self.modules[:-1]:
+            x = module.forward(x, ctx)
+        if "last_tokens_only" in params:
+            x = last_places(x, params["last_tokens_only"], ctx)
+        return self.modules[-1].forward(x, ctx)
+
+
+def _resolve_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = torch.device(device)
+    require_device(target)
+    return target

@@ -1,0 +1,74 @@
+"""Root-mean-square norms, computed in float32 whatever the activations are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from exllamav3.modules.context import ForwardContext
+from exllamav3.modules.module import Module, TensorSource, read_weight
+
+
+class RMSNorm(Module):
+    """`y = x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension.
+
+    Args:
+        key: its weight is `<key>.weight`, `(size,)`.
+        size: length of the last dimension.
+        eps: added to the mean square.
+        offset: 1 where the family stores `weight - 1` (Qwen3-Next, Qwen3.5), else 0.
+    """
+
+    def __init__(self, key: str, size: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__(key)
+        self.size, self.eps, self.offset = size, eps, offset
+        self.weight: Tensor | None = None
+        self._stored_dtype = torch.float32
+
+    def own_names(self, names: Collection[str]) -> tuple[str, ...]:
+        """Its weight."""
+        return (f"{self.key}.weight",)
+
+    def load_own(self, source: TensorSource) -> None:
+        """Read the weight and hold it in float32."""
+        weight, self._stored_dtype = read_weight(
+            source, f"{self.key}.weight", (self.size,), "norm weight"
+        )
+        self.weight = weight.to(self.device, torch.float32)
+
+    def unload_own(self) -> None:
+        """Drop the weight."""
+        self.weight = None
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        """The weight in the dtype it came in; exact, because float32 holds every BF16 and F16."""
+        assert self.weight is not None
+        return {f"{self.key}.weight": self.weight.to(self._stored_dtype)}
+
+    def own_numel(self) -> int:
+        """Length of the weight."""
+        return self.size
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """The norm of `(..., size)` in float32, before the cast to the activation dtype."""
+        assert self.weight is not None
+        scale = self.weight + self.offset if self.offset else self.weight
+        return F.rms_norm(x.float(), (self.size,), scale, self.eps)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """`(..., size)` of any float dtype to the activation dtype."""
+        return self.scaled(x).to(self.dtype)
+
+
+class GatedRMSNorm(RMSNorm):
+    """The output norm of the gated delta net: `RMSNorm(x) * silu(gate)`, with no offset."""
+
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x`, `gate` `(..., size)` to the activation dtype; arithmetic in float32.
+
+        Source: transformers, `Qwen3_5RMSNormGated` ("norm before gate").
+        """
+        return (self.scaled(x) * F.silu(gate.float())).to(self.dtype)
