@@ -19,6 +19,7 @@ KNOWN = {
     "new_lengths": "int (b,): real tokens of each row, the rest of the row is padding",
     "last_tokens_only": "logits of the last n real tokens of each row only",
     "capture": "receives the inputs of linears, see modules.context.Capture",
+    "sequences": "for the cache: one of its sequences for each row",
     "batch_shape": "for the cache: (rows, tokens a row)",
     "block_table": "for the cache: int (b, pages)",
     "recurrent_states": "for the cache: states of linear attention",
