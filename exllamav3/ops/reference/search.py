@@ -8,12 +8,12 @@ whose values are nearest to the weights in the sum of squares.
     cost_t[out] = min over c of  cost_{t-1}[s >> K] + (value(s) - w_t)^2,
                   s = c << (16 - K) | out,  c = 0 .. 2^K - 1
 
-Closing the ring. The cheapest walk through a line need not end where it began. So the
-costs run once around the ring and then over its first `OVERLAP` positions again, which
-by then have a past. A trace back around the ring, started a little after that seam,
-nearly always enters the seam at the node where it leaves it: the ring is closed, and
-cheaper on average than if its end were chosen in advance. Where it is not after
-`MAX_ROUNDS` rounds, a second search starts and ends at the last node seen there.
+Closing the ring. The cheapest walk along a line need not end where it began. So the
+costs start free, warm up over the last `WARM_UP` positions of the ring, and only then
+run over all of it: by position 0 they have a past, nearly the one that the ring gives
+them. The walk traced back from the cheapest end enters the ring at some node; traced
+back once more from that node, it nearly always enters there again and is closed. If
+`MAX_ROUNDS` rounds do not close it, a second search starts and ends at the last node.
 
 Arithmetic, the same on every path (kernels included), so that all of them return the
 same bits: values and weights are scaled by 2^(7+K) and rounded to integers, costs are
@@ -31,11 +31,9 @@ from torch import Tensor
 from exllamav3.ops.reference.codebook import codebook_values
 
 RING = 256
-OVERLAP = {1: 96, 2: 96, 3: 96, 4: 96, 5: 64, 6: 64, 7: 32, 8: 32}
-"""Positions searched a second time. Longer is better and slower; docs/adr has the measurements."""
-LEAD = 64
-"""Positions after the seam where a trace back starts, to have forgotten its start at the seam."""
-MAX_ROUNDS = 3
+WARM_UP = {1: 96, 2: 96, 3: 96, 4: 96, 5: 96, 6: 64, 7: 48, 8: 48}
+"""Positions before the seam, by K: as good as a full first pass, see docs/adr."""
+MAX_ROUNDS = 5
 WEIGHT_LIMIT = 64.0
 """Weights beyond it are searched as if they were there; no codebook value exceeds 4."""
 _HISTORY_FLOATS = 1 << 24
@@ -90,45 +88,46 @@ def quantize_tiles(tiles: Tensor, bits: int, codebook: int) -> tuple[Tensor, Ten
 
 
 def _search(trellis: _Trellis, weights: Tensor) -> Tensor:
-    overlap = OVERLAP[trellis.bits]
     cost = weights.new_zeros((len(weights), trellis.nodes), dtype=torch.float32)
-    history: list[Tensor] = [cost] * RING  # history[t]: costs after position t
-    for step in range(RING + overlap):
-        cost = history[step % RING] = trellis.forward(cost, weights[:, step % RING])
+    for t in range(RING - WARM_UP[trellis.bits], RING):
+        cost = trellis.forward(cost, weights[:, t])
+    history = _run(trellis, weights, cost)
 
-    seam = overlap - 1
-    node = history[seam + LEAD].argmin(1)
-    for t in range(seam + LEAD, seam, -1):
-        node = trellis.back(node, history[t - 1], weights[:, t]) >> trellis.bits
+    node = history[RING].argmin(1)
     states = torch.zeros_like(weights, dtype=torch.int64)
     closed = torch.zeros_like(node, dtype=torch.bool)
     for _ in range(MAX_ROUNDS):
-        start = node
-        walk = torch.zeros_like(states)
-        for step in range(RING):
-            t = (seam - step) % RING
-            walk[:, t] = trellis.back(node, history[t - 1], weights[:, t])
-            node = walk[:, t] >> trellis.bits
+        walk = _trace(trellis, weights, history, node)
         states = torch.where(closed[:, None], states, walk)
-        closed |= node == start
+        root = walk[:, 0] >> trellis.bits
+        closed |= root == node
+        node = root
         if closed.all():
             return states
-    open_ = ~closed
-    states[open_] = _search_from(trellis, weights[open_], node[open_], overlap)
+    is_open = ~closed
+    states[is_open] = _search_through(trellis, weights[is_open], node[is_open])
     return states
 
 
-def _search_from(trellis: _Trellis, weights: Tensor, node: Tensor, start: int) -> Tensor:
-    """Cheapest closed walk through a given node before position `start`."""
+def _search_through(trellis: _Trellis, weights: Tensor, node: Tensor) -> Tensor:
+    """Cheapest closed walk that passes the seam at a given node."""
     cost = torch.full((len(weights), trellis.nodes), torch.inf, device=weights.device)
     cost.scatter_(1, node[:, None], 0.0)
-    history = []
-    for step in range(RING):
-        history.append(cost)
-        cost = trellis.forward(cost, weights[:, (start + step) % RING])
+    return _trace(trellis, weights, _run(trellis, weights, cost), node)
+
+
+def _run(trellis: _Trellis, weights: Tensor, cost: Tensor) -> list[Tensor]:
+    """Costs before each position of the ring, and after the last."""
+    history = [cost]
+    for t in range(RING):
+        history.append(trellis.forward(history[t], weights[:, t]))
+    return history
+
+
+def _trace(trellis: _Trellis, weights: Tensor, history: list[Tensor], node: Tensor) -> Tensor:
+    """States of the cheapest walk that ends at a node."""
     states = torch.zeros_like(weights, dtype=torch.int64)
-    for step in reversed(range(RING)):
-        t = (start + step) % RING
-        states[:, t] = trellis.back(node, history[step], weights[:, t])
+    for t in reversed(range(RING)):
+        states[:, t] = trellis.back(node, history[t], weights[:, t])
         node = states[:, t] >> trellis.bits
     return states
