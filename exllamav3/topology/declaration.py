@@ -116,7 +116,7 @@ def declaration_in_quantization_config(
 
 
 def _parse(root: Node) -> Declaration:
-    members = root.object(("schema", "layers"), advice=_ADVICE)
+    members = root.members(("schema", "layers"), advice=_ADVICE)
     check_schema(members["schema"])
     rows: list[TopologyRow] = []
     for node in members["layers"].array(_ADVICE):
@@ -136,14 +136,14 @@ def _parse(root: Node) -> Declaration:
 def _parse_row(node: Node) -> TopologyRow:
     layer, variant, node = parse_layer_and_variant(node)
     if variant == FUSED:
-        members = node.object((*_ROW, "projection"), advice=_ADVICE)
+        members = node.members((*_ROW, "projection"), advice=_ADVICE)
         item = members["projection"]
         found = item.member("name")
         if found.value != FUSED_NAME:
             raise found.error(f"name is {show(found.value)}, expected {show(FUSED_NAME)}", _ADVICE)
         projections: tuple[Projection, ...] = (_parse_projection(FUSED_NAME, item),)
     else:
-        members = node.object((*_ROW, "projections"), advice=_ADVICE)
+        members = node.members((*_ROW, "projections"), advice=_ADVICE)
         projections = tuple(
             _parse_projection(name, item)
             for name, item in named_projections(members["projections"])
@@ -175,7 +175,7 @@ def _parse_splits(node: Node) -> tuple[int, int, int]:
 
 
 def _parse_projection(name: str, node: Node) -> Projection:
-    members = node.object(_PROJECTION, advice=_ADVICE)
+    members = node.members(_PROJECTION, advice=_ADVICE)
     return Projection(
         name,
         members["K"].integer(MIN_BITS, MAX_BITS, _ADVICE),

@@ -130,7 +130,7 @@ class Node:
                 raise self.error(f"key {show(key)} is not a string")
         return self.value
 
-    def object(
+    def members(
         self, required: Sequence[str], optional: Sequence[str] = (), advice: str = ""
     ) -> dict[str, Node]:
         """Read the value as an object with exactly these keys.

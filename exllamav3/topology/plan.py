@@ -130,7 +130,7 @@ def parse_plan(text: str | bytes, where: str) -> Plan:
     Raises:
         TopologyError: not JSON, or not a plan of schema `exl3_qkv_topology/1`.
     """
-    root = read_json(text, where).object(("schema", "layers"))
+    root = read_json(text, where).members(("schema", "layers"))
     check_schema(root["schema"])
     rows: dict[str, PlanRow] = {}
     for index, node in enumerate(root["layers"].array()):
@@ -166,16 +166,16 @@ def _parse_row(node: Node, index: int) -> PlanRow:
     if variant == FUSED:
         if "projections" in node.mapping():
             raise node.error('a fused_uniform row has the key "projections"', _FUSED_SETTINGS)
-        members = node.object(("layer", "variant", *_SETTINGS), advice=_FUSED_SETTINGS)
+        members = node.members(("layer", "variant", *_SETTINGS), advice=_FUSED_SETTINGS)
         return PlanRow(layer, variant, (_parse_settings(FUSED_NAME, members),), index)
     for key in _SETTINGS:
         if key in node.mapping():
             raise node.error(f"a split row has {show(key)} at its top level", _SPLIT_SETTINGS)
-    members = node.object(("layer", "variant"), ("projections",))
+    members = node.members(("layer", "variant"), ("projections",))
     projections: tuple[PlannedProjection, ...] = ()
     if "projections" in members:
         projections = tuple(
-            _parse_settings(name, item.object(("name",), _SETTINGS))
+            _parse_settings(name, item.members(("name",), _SETTINGS))
             for name, item in named_projections(members["projections"])
         )
     return PlanRow(layer, SPLIT, projections, index)
