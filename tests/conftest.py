@@ -20,6 +20,12 @@ def data_dir() -> Path:
     return Path(__file__).parent / "data"
 
 
+@pytest.fixture(scope="session")
+def example_model() -> Path:
+    """Folder of the trained example model, unquantized."""
+    return Path(__file__).parent.parent / "examples" / "tiny-qwen35-lm"
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> str:
     """Device to test on; its `cuda` variant runs only under `-m cuda`."""
