@@ -17,7 +17,6 @@ from exllamav3.topology.copies import check_copies
 from exllamav3.topology.declaration import (
     Declaration,
     declaration_in_config,
-    declaration_in_quantization_config,
     parse_declaration,
     parse_declaration_text,
 )
@@ -56,7 +55,6 @@ __all__ = [
     "check_tensor_storage",
     "check_undeclared",
     "declaration_in_config",
-    "declaration_in_quantization_config",
     "load_plan",
     "mean_bits",
     "parse_declaration",

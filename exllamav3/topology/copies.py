@@ -46,7 +46,7 @@ def check_copies(
             declaration = parse_declaration(copy, where)
         difference = first_difference(declaration.to_obj(), expected)
         if difference is not None:
-            raise node.error(f"{difference} as in config.json, {CONFIG_PATH}", _ADVICE)
+            raise node.error(f"{difference} (compared with config.json, {CONFIG_PATH})", _ADVICE)
         text = copy.decode() if isinstance(copy, bytes) else copy
         if required and isinstance(text, str) and text != _compact(authoritative):
             raise node.error(

@@ -18,6 +18,7 @@ from exllamav3.topology.schema import (
     FUSED,
     FUSED_NAME,
     MAX_BITS,
+    MAX_WIDTH,
     METADATA_KEY,
     MIN_BITS,
     SCALES,
@@ -57,7 +58,7 @@ def parse_declaration(value: object, where: str, path: str = "") -> Declaration:
     """Parse a declaration from JSON values that are already decoded.
 
     Duplicate keys are no longer visible in decoded JSON; from a whole config.json use
-    `declaration_in_config` or `declaration_in_quantization_config`.
+    `declaration_in_config`.
 
     Args:
         value: the object under `exl3_qkv_topology`.
@@ -103,18 +104,6 @@ def declaration_in_config(text: str | bytes, where: str = "config.json") -> Decl
     return _parse(root.member("quantization_config").member(METADATA_KEY))
 
 
-def declaration_in_quantization_config(
-    text: str | bytes, where: str = "quantization_config.json"
-) -> Declaration | None:
-    """Find and parse the copy at the root of a quantization_config.json, None if there is none.
-
-    Raises:
-        TopologyError: the text is not strict JSON, or the copy is malformed.
-    """
-    root = read_json(text, where, allow_nan=True)
-    return _parse(root.member(METADATA_KEY)) if METADATA_KEY in root.mapping() else None
-
-
 def _parse(root: Node) -> Declaration:
     members = root.members(("schema", "layers"), advice=_ADVICE)
     check_schema(members["schema"])
@@ -155,9 +144,9 @@ def _parse_row(node: Node) -> TopologyRow:
 def _check_components(node: Node) -> None:
     found = [item.value for item in node.array(_ADVICE)]
     if found != list(COMPONENTS):
-        names = show_list(name if isinstance(name, str) else show(name) for name in found)
         raise node.error(
-            f"components are {names}, expected exactly {show_list(COMPONENTS)} in this order",
+            f"components are {show_list(found, 9)}, expected exactly {show_list(COMPONENTS)} in "
+            f"this order",
             _ADVICE,
         )
 
@@ -170,7 +159,7 @@ def _parse_splits(node: Node) -> tuple[int, int, int]:
             f"{show_list(COMPONENTS)}",
             _ADVICE,
         )
-    q, k, v = (item.integer(1, advice=_ADVICE) for item in items)
+    q, k, v = (item.integer(1, MAX_WIDTH, _ADVICE) for item in items)
     return q, k, v
 
 

@@ -59,8 +59,8 @@ class ModelFacts:
         advice = f"Full-attention blocks of this model: {show_list(self._alike_first(layer))}."
         if layer in self.other:
             raise node.error(
-                f"layer {show(layer)} is a {self.other[layer]}, expected a full-attention "
-                f"block of the text decoder",
+                f"layer {show(layer)} ({self.other[layer]}) is not a full-attention block of the "
+                f"text decoder",
                 advice,
             )
         raise node.error(f"layer {show(layer)} is not in this model", advice)

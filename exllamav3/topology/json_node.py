@@ -75,11 +75,11 @@ def show(value: object) -> str:
     return f"a Python {type(value).__name__}"
 
 
-def show_list(names: Iterable[str], limit: int | None = None) -> str:
-    """Join names for a message: `"a", "b", "c"`; names past `limit` are only counted."""
-    names = list(names)
-    shown = ", ".join(show(name) for name in names[:limit])
-    hidden = 0 if limit is None else max(0, len(names) - limit)
+def show_list(values: Iterable[object], limit: int | None = None) -> str:
+    """Join values for a message: `"a", "b", 3`; those past `limit` are only counted."""
+    values = list(values)
+    shown = ", ".join(show(value) for value in values[:limit])
+    hidden = 0 if limit is None else max(0, len(values) - limit)
     return (shown + (f" and {hidden} more" if hidden else "")) or "nothing"
 
 
@@ -182,18 +182,12 @@ class Node:
             raise self._type_error(f"one of {show_list(choices)}", advice)
         return self.value
 
-    def integer(self, low: int, high: int | None = None, advice: str = "") -> int:
+    def integer(self, low: int, high: int, advice: str = "") -> int:
         """Read the value as an integer from `low` to `high`; a bool or a float is none."""
-        expected = (
-            f"an integer from {low} to {high}"
-            if high is not None
-            else f"an integer of at least {low}"
-        )
-        if not isinstance(self.value, int) or isinstance(self.value, bool):
-            raise self._type_error(expected, advice)
-        if self.value < low or (high is not None and self.value > high):
-            raise self._type_error(expected, advice)
-        return self.value
+        value = self.value
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self._type_error(f"an integer from {low} to {high}", advice)
+        return value
 
 
 def _refuse_duplicate_keys(root: Node) -> None:

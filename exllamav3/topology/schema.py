@@ -23,6 +23,8 @@ FUSED_NAME = "qkv_proj"
 
 MIN_BITS = 3
 MAX_BITS = 8
+MAX_WIDTH = 2**31 - 1
+"""Bound of an output width: no tensor dimension is larger, and hostile integers end here."""
 CODEBOOKS = ("mcg", "mul1")
 SCALES = ("always", "never", "auto")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from exllamav3.topology.copies import first_difference
-from exllamav3.topology.json_node import Node, show
+from exllamav3.topology.json_node import Node, show, show_list
 from exllamav3.topology.resolved import ResolvedTopology
 from exllamav3.topology.schema import COMPONENTS, TILE
 
@@ -78,16 +78,17 @@ def _check_entry(node: Node, expected: dict[str, object]) -> None:
         {key: value for key, value in entry.items() if key in relevant}, expected
     )
     if difference is not None:
-        raise node.error(f"{difference} by the declaration", _ADVICE)
+        raise node.error(f"{difference} (compared with the declaration)", _ADVICE)
 
 
 def _check_stored_tensors(node: Node, key: str, bits: int, codebook: str) -> None:
     tensors = node.member("stored_tensors")
-    trellis = tensors.member(f"{key}.trellis").member("shape").array(_ADVICE)
-    if len(trellis) != 3 or trellis[-1].value != TILE * bits:
-        raise tensors.error(
-            f"the trellis of {show(key)} has shape {[item.value for item in trellis]}, expected "
-            f"three dimensions, the last {TILE * bits} (K={bits})",
+    shape = tensors.member(f"{key}.trellis").member("shape")
+    sizes = [item.value for item in shape.array(_ADVICE)]
+    if len(sizes) != 3 or type(sizes[2]) is not int or sizes[2] != TILE * bits:
+        raise shape.error(
+            f"the trellis has shape {show_list(sizes, 4)}, expected three sizes, the last "
+            f"{TILE * bits} (K={bits})",
             _ADVICE,
         )
     tensors.member(f"{key}.{codebook}")

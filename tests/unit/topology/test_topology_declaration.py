@@ -10,7 +10,6 @@ from topology_samples import L3, L7, L11, edited, sample_topology, text
 from exllamav3.errors import TopologyError
 from exllamav3.topology import (
     declaration_in_config,
-    declaration_in_quantization_config,
     parse_declaration,
     parse_declaration_text,
 )
@@ -95,14 +94,23 @@ def test_a_wrong_root_is_refused(document, expected):
         (row_edit(1, components=["k_proj", "q_proj", "v_proj"]), "components are"),
         (row_edit(0, components=["q_proj", "k_proj"]), "components are"),
         (row_edit(0, components="q_proj"), "components is"),
-        (row_edit(0, components=[1, 2, 3]), "components are"),
+        (
+            row_edit(0, components=[1, [2], None]),
+            "components are 1, an array of 1 values, null, exp",
+        ),
         (row_edit(0, output_splits=[512, 128]), "output_splits has 2 entries"),
         (row_edit(0, output_splits=[512, 128, 128, 0]), "output_splits has 4 entries"),
-        (row_edit(0, output_splits=[512, 128, 0]), "output_splits[2] is 0, expected an integer of"),
+        (
+            row_edit(0, output_splits=[512, 128, 0]),
+            "output_splits[2] is 0, expected an integer from 1",
+        ),
         (row_edit(0, output_splits=[-512, 128, 128]), "output_splits[0] is -512"),
         (row_edit(0, output_splits=[512.0, 128, 128]), "output_splits[0] is 512.0"),
         (row_edit(0, output_splits=[True, 128, 128]), "output_splits[0] is true"),
         (row_edit(0, output_splits=["512", 128, 128]), 'output_splits[0] is "512"'),
+        (row_edit(0, output_splits=[512, 10**5000, 128]), "output_splits[1] is an integer of 166"),
+        (row_edit(0, output_splits=[512, 2**31, 128]), "output_splits[1] is 2147483648, expected"),
+        (row_edit(0, output_splits=[None, 1, 1]), "output_splits[0] is null"),
         (row_edit(0, output_splits=768), "output_splits is 768"),
         (row_edit(0, layer=L3), "has two rows"),
         (row_edit(2, layer=L11), "expected rows in plain string order"),
@@ -166,13 +174,10 @@ def test_text_is_parsed_like_the_object():
         parse_declaration_text(double, "shard")
 
 
-def test_the_declaration_is_found_in_both_config_files():
+def test_the_declaration_is_found_in_config_json():
     config = {"hidden_size": 256, "quantization_config": {"bits": 4, "exl3_qkv_topology": OBJ}}
     expected = parse_declaration(OBJ, "x")
     assert declaration_in_config(text(config)) == expected
-    found = declaration_in_quantization_config(text(config["quantization_config"]))
-    assert found == expected
-    assert declaration_in_quantization_config("{}") is None
     for absent in ({}, {"quantization_config": {}}, {"quantization_config": None}):
         assert declaration_in_config(text(absent)) is None
 

@@ -83,9 +83,11 @@ def test_a_missing_row_is_refused_whether_the_block_is_quantized_or_not():
     message = refused(obj)
     assert message.startswith("config.json")
     assert f'layer "{L7}" has no row' in message
-    assert f'"{L7}.q_proj.trellis"' in message
+    assert f'and stores "{L7}.q_proj.trellis", "{L7}.k_proj.trellis", "{L7}.v_proj' in message
     dense = {name: m for name, m in inventory_of(TOPOLOGY).items() if not name.startswith(L7)}
-    assert f'layer "{L7}" has no row' in refused(obj, dense)
+    message = refused(obj, dense)
+    assert f'layer "{L7}" has no row' in message
+    assert "stores nothing" in message
     assert "has no row" in refused({**obj, "layers": []})
 
 
@@ -94,8 +96,8 @@ def test_a_missing_row_is_refused_whether_the_block_is_quantized_or_not():
     [
         (f"{PREFIX}.9.self_attn", "is not in this model"),
         (f"{PREFIX}.3.self_attn2", "is not in this model"),
-        ("mtp.layers.0.self_attn", "is a MTP attention"),
-        (f"{PREFIX}.0.linear_attn", "is a gated delta net"),
+        ("mtp.layers.0.self_attn", "(MTP attention) is not a full-attention"),
+        (f"{PREFIX}.0.linear_attn", "(gated delta net) is not a full-attention"),
     ],
 )
 def test_a_superfluous_row_is_refused(layer, expected):

@@ -181,6 +181,13 @@ def test_a_faithful_tensor_storage_passes():
     check_tensor_storage(TOPOLOGY, storage())
 
 
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 QKV3, Q11 = f"{L3}.qkv_proj", f"{L11}.q_proj"
 
 
@@ -208,7 +215,19 @@ QKV3, Q11 = f"{L3}.qkv_proj", f"{L11}.q_proj"
         (lambda s: s[QKV3]["stored_tensors"].pop(f"{QKV3}.mcg"), f'key "{QKV3}.mcg" is missing'),
         (
             lambda s: s[QKV3]["stored_tensors"][f"{QKV3}.trellis"].update(shape=[16, 8, 64]),
+            "the trellis has shape 16, 8, 64, expected three sizes, the last 96 (K=6)",
+        ),
+        (
+            lambda s: s[QKV3]["stored_tensors"][f"{QKV3}.trellis"].update(shape=[16, 8, 96.0]),
             "the last 96 (K=6)",
+        ),
+        (
+            lambda s: s[QKV3]["stored_tensors"][f"{QKV3}.trellis"].update(shape=[16, 96]),
+            "the last 96 (K=6)",
+        ),
+        (
+            lambda s: s[QKV3]["stored_tensors"][f"{QKV3}.trellis"].update(shape=[nested(500)] * 3),
+            "the trellis has shape an array of 1 values,",
         ),
     ],
 )
@@ -265,3 +284,9 @@ def test_fused_weights_are_counted_as_padded_once():
 def test_an_allocation_that_lacks_a_declared_projection_is_refused():
     with pytest.raises(TopologyError, match="has no entry"):
         apply_topology(TOPOLOGY, FACTS, {})
+
+
+def test_an_allocation_for_another_model_is_refused():
+    allocated = {f"{layer}.{name}": Allocation(5, 1) for layer in (L3, L7, L11) for name in WIDTHS}
+    with pytest.raises(TopologyError, match="is not in this model"):
+        apply_topology(TOPOLOGY, ModelFacts((block(L7),)), allocated)

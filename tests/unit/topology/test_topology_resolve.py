@@ -121,9 +121,12 @@ def test_a_stated_k_changes_no_other_tensor_and_a_fused_block_needs_no_allocatio
         (f"{PREFIX}.4.self_attn", "is not in this model"),
         ("model.layers.3.self_attn", "is not in this model"),
         (f"{L3}.q_proj", "is not in this model"),
-        (f"{PREFIX}.0.linear_attn", "is a gated delta net, expected a full-attention block"),
-        ("mtp.layers.0.self_attn", "is a MTP attention, expected a full-attention block"),
-        ("model.visual.blocks.0.attn", "is a vision attention"),
+        (
+            f"{PREFIX}.0.linear_attn",
+            "(gated delta net) is not a full-attention block of the text decoder",
+        ),
+        ("mtp.layers.0.self_attn", "(MTP attention) is not a full-attention block"),
+        ("model.visual.blocks.0.attn", "(vision attention) is not"),
         ("x" * 10_000, "is not in this model"),
     ],
 )
