@@ -7,28 +7,36 @@ Ring position t = b7..b0 (bits) holds row ``8 b1 + 2 (2 b4 + b3) + b0`` and colu
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from exllamav3.codec.params import TILE, TILE_WEIGHTS
 from exllamav3.errors import FormatError
-from exllamav3.ops.reference.codec import ring_order
+
+ROW_BITS, COLUMN_BITS = (2, 4, 2), (2, 8)
+"""A row is (b1, b4 b3, b0) and a column (b2, b7 b6 b5), most significant part first."""
+RING_BITS = (8, 4, 2, 2, 2)
+"""A ring position is (b7 b6 b5, b4 b3, b2, b1, b0)."""
 
 
 def tile_to_ring(tile: Tensor) -> Tensor:
-    """Row-major tile ``(..., 16, 16)`` -> ring order ``(..., 256)``."""
+    """Row-major tile ``(..., 16, 16)`` -> ring order ``(..., 256)``, contiguous."""
     if tile.shape[-2:] != (TILE, TILE):
         raise FormatError(f"tile has shape {tuple(tile.shape)}, expected (..., {TILE}, {TILE})")
-    return tile.flatten(-2)[..., ring_order().to(tile.device)]
+    bits = tile.unflatten(-1, COLUMN_BITS).unflatten(-3, ROW_BITS)
+    lead = tuple(range(tile.dim() - 2))
+    b1, b43, b0, b2, b765 = range(tile.dim() - 2, tile.dim() + 3)
+    result: Tensor = bits.permute(*lead, b765, b43, b2, b1, b0).flatten(-5)
+    return result.contiguous()
 
 
 def ring_to_tile(ring: Tensor) -> Tensor:
-    """Ring order ``(..., 256)`` -> row-major tile ``(..., 16, 16)``."""
+    """Ring order ``(..., 256)`` -> row-major tile ``(..., 16, 16)``, contiguous."""
     if ring.dim() == 0 or ring.shape[-1] != TILE_WEIGHTS:
         raise FormatError(f"ring has shape {tuple(ring.shape)}, expected (..., {TILE_WEIGHTS})")
-    tile = torch.empty_like(ring, memory_format=torch.contiguous_format)
-    tile[..., ring_order().to(ring.device)] = ring
-    result: Tensor = tile.unflatten(-1, (TILE, TILE))
+    lead = tuple(range(ring.dim() - 1))
+    b765, b43, b2, b1, b0 = range(ring.dim() - 1, ring.dim() + 4)
+    bits = ring.unflatten(-1, RING_BITS).permute(*lead, b1, b43, b0, b2, b765)
+    result: Tensor = bits.reshape(*ring.shape[:-1], TILE, TILE)
     return result
 
 
@@ -50,4 +58,8 @@ def matrix_from_tiles(tiles: Tensor) -> Tensor:
     """Tiles in ring order ``(k/16, n/16, 256)`` -> contiguous matrix ``(k, n)``."""
     if tiles.dim() != 3:
         raise FormatError(f"tiles have shape {tuple(tiles.shape)}, expected (k/16, n/16, 256)")
-    return ring_to_tile(tiles).transpose(1, 2).flatten(2).flatten(0, 1).contiguous()
+    # One copy, straight from ring order to rows: this runs once per block row of the quantizer.
+    k_tiles, n_tiles = tiles.shape[:2]
+    bits = tiles.unflatten(-1, RING_BITS)  # k tile, n tile, b765, b43, b2, b1, b0
+    result: Tensor = bits.permute(0, 5, 3, 6, 1, 4, 2).reshape(k_tiles * TILE, n_tiles * TILE)
+    return result

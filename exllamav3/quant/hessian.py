@@ -131,9 +131,7 @@ class HessianAccumulator:
         return make_hessian(matrix_KK, count, seed, sigma_reg)
 
 
-def make_hessian(
-    matrix_KK: Tensor, count: int, seed: int, sigma_reg: float = SIGMA_REG
-) -> Hessian:
+def make_hessian(matrix_KK: Tensor, count: int, seed: int, sigma_reg: float = SIGMA_REG) -> Hessian:
     """Wrap a given second-moment matrix: decide on the fallback and draw the input signs.
 
     Args:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from exllamav3 import ops
-from exllamav3.codec.params import HADAMARD_BLOCK, TILE, Codebook
+from exllamav3.codec.params import HADAMARD_BLOCK, TILE, TILE_WEIGHTS, Codebook
 from exllamav3.codec.tiles import matrix_from_tiles, tiles_from_matrix
 
 SPAN = HADAMARD_BLOCK
@@ -47,7 +47,9 @@ def quantize_with_feedback(
     k, n = target_KN.shape
     # Rows not reached yet hold target + feedback so far, rows done hold their result.
     work_KN = target_KN.clone()
-    states = torch.empty(k // TILE, n // TILE, TILE * TILE, dtype=torch.int16, device=work_KN.device)
+    states = torch.empty(
+        k // TILE, n // TILE, TILE_WEIGHTS, dtype=torch.int16, device=work_KN.device
+    )
     error_SN = target_KN.new_empty(SPAN, n)
     for start in range(k - SPAN, -1, -SPAN):
         for low in range(SPAN - TILE, -1, -TILE):
@@ -56,9 +58,9 @@ def quantize_with_feedback(
             if high < SPAN:
                 local_SR = feedback_KK[start + high : start + SPAN, row : row + TILE]
                 input_RN = torch.addmm(input_RN, local_SR.T, error_SN[high:])
-            tiles = tiles_from_matrix(input_RN).reshape(-1, TILE * TILE)
+            tiles = tiles_from_matrix(input_RN).reshape(-1, TILE_WEIGHTS)
             values, states[row // TILE] = ops.quantize_tiles(tiles, bits, codebook)
-            result_RN = matrix_from_tiles(values.reshape(1, -1, TILE * TILE))
+            result_RN = matrix_from_tiles(values.reshape(1, -1, TILE_WEIGHTS))
             torch.sub(target_KN[row : row + TILE], result_RN, out=error_SN[low:high])
             work_KN[row : row + TILE] = result_RN
         if start:
@@ -79,17 +81,21 @@ def quantize_without_feedback(
 
     Arguments and results as in `quantize_with_feedback`.
     """
-    k, n = target_KN.shape
+    k = target_KN.shape[0]
     values_KN = torch.empty_like(target_KN)
-    states = torch.empty(
-        k // TILE, n // TILE, TILE * TILE, dtype=torch.int16, device=target_KN.device
-    )
+    states = _empty_states(target_KN)
     for start in range(0, k, SPAN):
         rows = slice(start, start + SPAN)
         tiles = tiles_from_matrix(target_KN[rows])
-        values, found = ops.quantize_tiles(tiles.reshape(-1, TILE * TILE), bits, codebook)
+        values, found = ops.quantize_tiles(tiles.reshape(-1, TILE_WEIGHTS), bits, codebook)
         values_KN[rows] = matrix_from_tiles(values.reshape(tiles.shape))
         states[start // TILE : (start + SPAN) // TILE] = found.reshape(tiles.shape)
         if progress is not None:
             progress((start + SPAN) / k)
     return values_KN, states
+
+
+def _empty_states(target_KN: Tensor) -> Tensor:
+    k, n = target_KN.shape
+    shape = (k // TILE, n // TILE, TILE_WEIGHTS)
+    return torch.empty(shape, dtype=torch.int16, device=target_KN.device)

@@ -26,7 +26,9 @@ def largest_magnitude(weight_KN: Tensor) -> float:
     Raises:
         FormatError: a value is not finite; the message names the first one.
     """
-    largest = float(torch.stack([_peak(weight_KN, c) for c in column_chunks(*weight_KN.shape)]).max())
+    largest = float(
+        torch.stack([_peak(weight_KN, c) for c in column_chunks(*weight_KN.shape)]).max()
+    )
     if math.isfinite(largest):
         return largest
     bad = (~weight_KN.isfinite()).nonzero()

@@ -20,7 +20,7 @@ def exact_float32_matmul() -> Iterator[None]:
     Covers cuBLAS (TF32) and oneDNN (TF32, bfloat16). The settings are process-wide: other
     threads see exact products too while the block runs.
     """
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = "ieee"

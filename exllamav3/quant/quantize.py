@@ -82,3 +82,147 @@ def quantize_linear(
     with exact_float32_matmul():
         near_one_KN, exponent = normalize(weight_KN, largest)
         return _quantize(near_one_KN, exponent, hessian, settings, bias_N, progress, started)
+
+
+def _quantize(
+    weight_KN: Tensor,
+    exponent: int,
+    hessian: Hessian | None,
+    settings: QuantSettings,
+    bias_N: Tensor | None,
+    progress: Progress | None,
+    started: float,
+) -> tuple[Exl3Tensor, QuantReport]:
+    """The path of every weight that is not all zero; it stands for weight * 2**exponent."""
+    k = weight_KN.shape[0]
+    signs_K = random_signs(k, settings.seed + 1) if hessian is None else hessian.signs_K
+    regular = regularize(weight_KN, hessian, signs_K, settings.out_scales, settings.seed)
+    g_scale = search_scale(
+        _sample(weight_KN, regular, settings.seed), settings.bits, settings.codebook
+    )
+    trellis, inner_KN = _code(weight_KN, regular, g_scale, hessian, settings, progress)
+
+    # What was divided out before coding comes back as scales; empty channels become exact 0.
+    su_K = torch.where(regular.zero_rows_K, 0.0, regular.su_K / g_scale)
+    sv_N = torch.where(regular.zero_columns_N, 0.0, regular.sv_N)
+    if hessian is None:
+        damped_KK = torch.eye(k, device=weight_KN.device)
+    else:
+        damped_KK = hessian.matrix.clone()
+        damped_KK.diagonal().add_(hessian.damping())
+    su_K, sv_N = refit_scales(weight_KN, inner_KN, su_K, sv_N, damped_KK)
+    del damped_KK
+    suh_K, svh_N = to_stored_scales(su_K, sv_N, exponent)
+    tensor = Exl3Tensor(trellis, suh_K, svh_N, settings.codebook, bias_N)
+
+    stored_su_K = torch.ldexp(suh_K.to(torch.float64), torch.tensor(-exponent)).float()
+    proxy_error, rmse = weight_errors(
+        weight_KN, inner_KN, stored_su_K, svh_N, None if hessian is None else hessian.matrix
+    )
+    report = QuantReport(
+        proxy_error=proxy_error,
+        rmse=rmse,
+        g_scale=g_scale,
+        out_scales=settings.out_scales,
+        fallback=hessian is None,
+        zeros=False,
+        seconds=time.perf_counter() - started,
+    )
+    return tensor, report
+
+
+def _sample(weight_KN: Tensor, regular: Regularization, seed: int) -> Tensor:
+    """Regularised tiles for the scale search: float32 ``(samples, 256)``."""
+    k, n = weight_KN.shape
+    positions = sample_positions(k // TILE, n // TILE, seed)
+    rows, columns_of = positions // (n // TILE), positions % (n // TILE)
+    parts = []
+    for columns in column_chunks(k, n):
+        first, last = columns.start // TILE, columns.stop // TILE
+        inside = (columns_of >= first) & (columns_of < last)
+        if bool(inside.any()):
+            tiles_KN = regular.forward(weight_KN, columns)
+            parts.append(gather_tiles(tiles_KN, rows[inside], columns_of[inside] - first))
+    return torch.cat(parts)
+
+
+def _code(
+    weight_KN: Tensor,
+    regular: Regularization,
+    g_scale: float,
+    hessian: Hessian | None,
+    settings: QuantSettings,
+    progress: Progress | None,
+) -> tuple[Tensor, Tensor]:
+    """Packed trellis ``(k/16, n/16, 16 K)`` and codebook values, float16 ``(k, n)``."""
+    k, n = weight_KN.shape
+    feedback_KK = None
+    if hessian is not None:
+        feedback_KK = block_ldl(regular.metric(hessian), hessian.sigma_reg)
+    trellis = torch.empty(
+        k // TILE, n // TILE, TILE * settings.bits, dtype=torch.int16, device=weight_KN.device
+    )
+    inner_KN = torch.empty(k, n, dtype=torch.float16, device=weight_KN.device)
+    for columns in column_chunks(k, n):
+        target_KN = regular.forward(weight_KN, columns).mul_(g_scale)
+        report = _part_of(progress, columns, n)
+        if feedback_KK is None:
+            values_KN, states = quantize_without_feedback(
+                target_KN, settings.bits, settings.codebook, report
+            )
+        else:
+            values_KN, states = quantize_with_feedback(
+                target_KN, feedback_KK, settings.bits, settings.codebook, report
+            )
+        inner_KN[:, columns] = values_KN  # exact: codebook values are float16
+        tiles = slice(columns.start // TILE, columns.stop // TILE)
+        trellis[:, tiles] = ops.pack(states, settings.bits)
+    return trellis, inner_KN
+
+
+def _part_of(progress: Progress | None, columns: slice, n: int) -> Progress | None:
+    """Progress of a column range as progress of the whole weight."""
+    if progress is None:
+        return None
+    return lambda share: progress((columns.start + share * (columns.stop - columns.start)) / n)
+
+
+def _check(weight_KN: Tensor, hessian: Hessian | None) -> None:
+    shape = tuple(weight_KN.shape)
+    if (
+        weight_KN.dim() != 2
+        or not weight_KN.is_floating_point()
+        or 0 in shape
+        or any(size % HADAMARD_BLOCK for size in shape)
+    ):
+        raise FormatError(
+            f"weight: shape is {shape} and dtype {weight_KN.dtype}, expected floating point "
+            f"(k, n), both positive multiples of {HADAMARD_BLOCK}; use pad_weight"
+        )
+    if hessian is not None and hessian.in_features != shape[0]:
+        raise FormatError(
+            f"weight of shape (k, n) = {shape} got a Hessian over {hessian.in_features} channels, "
+            f"expected k; it belongs to another activation or is not padded"
+        )
+
+
+def _stored_bias(bias_N: Tensor, n: int) -> Tensor:
+    stored = bias_N.to(torch.float16)
+    if bias_N.shape != (n,) or not bool(stored.isfinite().all()):
+        raise FormatError(
+            f"bias: shape is {tuple(bias_N.shape)} and largest magnitude "
+            f"{float(bias_N.abs().max()):.3g}, expected ({n},), finite in float16 (up to 65504)"
+        )
+    return stored
+
+
+def _zero_tensor(weight_KN: Tensor, settings: QuantSettings, bias_N: Tensor | None) -> Exl3Tensor:
+    """Scales of 0 over a trellis of zeros: decodes to exactly 0."""
+    k, n = weight_KN.shape
+    return Exl3Tensor(
+        weight_KN.new_zeros(k // TILE, n // TILE, TILE * settings.bits, dtype=torch.int16),
+        weight_KN.new_zeros(k, dtype=torch.float16),
+        weight_KN.new_zeros(n, dtype=torch.float16),
+        settings.codebook,
+        bias_N,
+    )
