@@ -16,6 +16,7 @@ from exllamav3.modules.embedding import Embedding
 from exllamav3.modules.gated_delta_net import GatedDeltaNet
 from exllamav3.modules.linear import Linear
 from exllamav3.modules.norm import RMSNorm
+from exllamav3.ops import decode
 
 
 def llama_config(**changes):
@@ -81,6 +82,19 @@ def random_exl3(key, in_features, out_features, *, bits=4, codebook="mul1", seed
     if bias:
         tensors[f"{key}.bias"] = torch.randn(n, generator=random).to(torch.float16)
     return tensors
+
+
+def exact_weight(weight):
+    """An `Exl3Tensor` in float64 `(in, out)`: diag(suh) P inner P diag(svh) of the definition."""
+    block = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(7):
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    block = block / 128**0.5
+    inner = decode(weight.trellis_IOW, weight.codebook).double()
+    k, n = inner.shape
+    rows = torch.einsum("ij,bjn->bin", block, inner.view(k // 128, 128, n)).reshape(k, n)
+    both = torch.einsum("kbj,ij->kbi", rows.view(k, n // 128, 128), block).reshape(k, n)
+    return weight.suh_K.double()[:, None] * both * weight.svh_N.double()
 
 
 def random_tensors(config, *, topology=None, quantize=None, seed=0):
