@@ -42,14 +42,20 @@ class Source:
 
     path: str
     flags: tuple[str, ...] = ()
+    x86_only: bool = False
 
 
 # Files that name an instruction set are entered only after a check at run time
 # (csrc/cpu/dispatch.h); every other file is plain x86-64 or whatever the machine is.
 CPU_SOURCES = (
     Source("module.cpp"),
-    Source("cpu/bind_codec.cpp"),
     Source("cpu/dispatch.cpp"),
+    Source("cpu/bind_codec.cpp"),
+    Source("cpu/bind_linear.cpp"),
+    Source("cpu/bind_attention.cpp"),
+    Source("cpu/kernels_portable.cpp"),
+    Source("cpu/kernels_avx2.cpp", AVX2, x86_only=True),
+    Source("cpu/kernels_avx512.cpp", AVX512, x86_only=True),
 )
 
 # Kernels (.cu) include no torch header; bind_*.cpp files do and launch nothing themselves.
@@ -69,7 +75,6 @@ DEFINES = (
     "-DPy_LIMITED_API=0x030A0000",  # CPython 3.10
     "-DTORCH_TARGET_VERSION=0x020A000000000000",  # torch 2.10
 )
-X86_ONLY_FLAGS = (*AVX2, *AVX512)
 
 
 class BuildError(RuntimeError):
@@ -149,7 +154,9 @@ def cuda_archs() -> tuple[str, ...]:
 
 def sources(kind: str) -> tuple[Source, ...]:
     """Translation units of a build of this kind."""
-    return CPU_SOURCES + (CUDA_SOURCES if kind == "cuda" else ())
+    is_x86 = os.uname().machine in ("x86_64", "AMD64")
+    every = CPU_SOURCES + (CUDA_SOURCES if kind == "cuda" else ())
+    return tuple(source for source in every if is_x86 or not source.x86_only)
 
 
 def source_hash() -> str:
@@ -203,7 +210,6 @@ def ninja_file(kind: str, target: Path) -> str:
     """Text of build.ninja: one edge for each source, one link."""
     compiler = os.environ.get("CXX", "g++")
     cxx, nvcc, link = cxx_flags(kind), nvcc_flags() if kind == "cuda" else [], link_flags(kind)
-    is_x86 = os.uname().machine in ("x86_64", "AMD64")
     lines = [
         "ninja_required_version = 1.5",
         "rule cxx",
@@ -223,7 +229,7 @@ def ninja_file(kind: str, target: Path) -> str:
     objects = []
     for source in sources(kind):
         obj = source.path.replace("/", ".") + ".o"
-        flags = [flag for flag in source.flags if is_x86 or flag not in X86_ONLY_FLAGS]
+        flags = list(source.flags)
         if source.path == "module.cpp":
             flags += module_flags(kind)
         rule = "nvcc" if source.path.endswith(".cu") else "cxx"
