@@ -47,23 +47,26 @@ def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON value")
 
 
-def _bounded_int(text: str) -> int:
+def _bounded(text: str) -> str:
     if len(text) > MAX_NUMBER_CHARACTERS:
-        raise ValueError(f"a number has {len(text)} characters, at most 64 are read")
-    return int(text)
+        limit = MAX_NUMBER_CHARACTERS
+        raise ValueError(f"a number has {len(text)} characters, at most {limit} are read")
+    return text
+
+
+def _bounded_int(text: str) -> int:
+    return int(_bounded(text))
 
 
 def _bounded_float(text: str) -> float:
-    if len(text) > MAX_NUMBER_CHARACTERS:
-        raise ValueError(f"a number has {len(text)} characters, at most 64 are read")
-    return float(text)
+    return float(_bounded(text))
 
 
 def show(value: object) -> str:
     """Describe a value in an error message: short, printable, whatever the value is."""
     if isinstance(value, dict):
         return f"an object with {len(value)} keys"
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return f"an array of {len(value)} values"
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"

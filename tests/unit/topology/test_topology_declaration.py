@@ -66,6 +66,9 @@ def projection_edit(index: int | None, **changes):
         ({**OBJ, "layers": {}}, "layers is an object"),
         ({**OBJ, "layers": [None]}, "layers[0] is null, expected an object"),
         ({**OBJ, 1: 2}, "key 1 is not a string"),
+        (object(), "exl3_qkv_topology is a Python object, expected an object"),
+        ({**OBJ, "layers": b""}, "layers is a Python bytes, expected an array"),
+        ({**OBJ, "layers": ()}, "layers is a Python tuple, expected an array"),
     ],
 )
 def test_a_wrong_root_is_refused(document, expected):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from topology_samples import (
     FACTS,
@@ -22,6 +24,7 @@ from exllamav3.topology import (
     TensorMeta,
     check_payload,
     check_undeclared,
+    declaration_in_config,
     parse_declaration,
     validate_declaration,
 )
@@ -125,6 +128,16 @@ def test_splits_other_than_the_architectures_are_refused(splits):
     assert message.startswith(f'config.json, layers[1]: layer "{L3}": output_splits are')
     assert "expected [512, 128, 128]" in message
     assert ("a gate interleaved with the query" in message) == (splits[0] == 256)
+
+
+def test_an_error_about_a_row_names_its_place_in_config_json():
+    config = {"quantization_config": {"exl3_qkv_topology": TOPOLOGY.to_obj()}}
+    config["quantization_config"]["exl3_qkv_topology"]["layers"][1]["output_splits"] = [1, 2, 3]
+    declaration = declaration_in_config(json.dumps(config))
+    with pytest.raises(TopologyError) as caught:
+        validate_declaration(declaration, FACTS, inventory_of(TOPOLOGY), "out_dir")
+    place = "config.json, quantization_config.exl3_qkv_topology.layers[1]: "
+    assert str(caught.value).startswith(place)
 
 
 @pytest.mark.parametrize("suffix", ["trellis", "suh", "svh"])

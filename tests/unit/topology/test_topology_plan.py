@@ -209,6 +209,19 @@ def test_hostile_documents_are_refused_in_one_printable_line(document):
     assert len(message) < 1000
 
 
+@pytest.mark.parametrize("number", ["9" * 65, "6." + "0" * 63])
+def test_a_number_too_long_to_be_meant_is_refused_by_its_length(number):
+    assert "a number has 65 characters, at most 64 are read" in refused(
+        text(PLAN).replace("6", number, 1)
+    )
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
+def test_a_good_plan_in_another_encoding_is_refused(encoding):
+    parse_plan(text(PLAN).encode("utf-8"), "plan.json")
+    refused(text(PLAN).encode(encoding))
+
+
 def test_a_plan_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(TopologyError, match=r"absent\.json: the QKV topology plan cannot be read"):
         load_plan(tmp_path / "absent.json")

@@ -103,6 +103,7 @@ def test_equal_copies_pass_as_text_and_as_objects_and_may_be_absent_when_reading
     copies = {"shard 1": compact, "index": obj, "quantization_config.json": json.loads(compact)}
     check_copies(TOPOLOGY, copies, required=True)
     check_copies(parse_declaration(obj, "config.json"), copies)
+    check_copies(TOPOLOGY, {"shard 1": compact.encode()}, required=True)
     check_copies(TOPOLOGY, {"shard 2": text(obj)})
     check_copies(TOPOLOGY, {})
 
@@ -114,6 +115,8 @@ def test_the_producer_needs_every_copy_in_its_exact_form():
         )
     with pytest.raises(TopologyError, match="not compact JSON with sorted keys"):
         check_copies(TOPOLOGY, {"shard 1": text(TOPOLOGY.to_obj())}, required=True)
+    with pytest.raises(TopologyError, match="not compact JSON with sorted keys"):
+        check_copies(TOPOLOGY, {"shard 1": text(TOPOLOGY.to_obj()).encode()}, required=True)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +211,10 @@ QKV3, Q11 = f"{L3}.qkv_proj", f"{L11}.q_proj"
         (lambda s: s[Q11].pop("mul1_multiplier"), "mul1_multiplier is missing"),
         (lambda s: s[Q11].update(quant_format="x"), 'quant_format is "x", expected "exl3"'),
         (lambda s: s[Q11].update(components=["q_proj"]), "components is superfluous"),
+        (lambda s: s[QKV3].update(components={}), "components is an object with 0 keys, expected"),
+        (lambda s: s[QKV3].update(output_splits="x"), 'output_splits is "x", expected an array'),
+        (lambda s: s[Q11].update(codebook=["mul1"]), "codebook is an array of 1 values, expec"),
+        (lambda s: s[Q11].update(codebook={"mul1": 1}), "codebook is an object with 1 keys"),
         (lambda s: s[QKV3].pop("components"), "components is missing"),
         (lambda s: s[QKV3]["components"].reverse(), 'components[0] is "v_proj"'),
         (lambda s: s[QKV3].update(output_splits=[256, 128, 128]), "output_splits[0] is 256"),
