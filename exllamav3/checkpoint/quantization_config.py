@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exllamav3.codec.params import Codebook
-from exllamav3.errors import FormatError, UnsupportedError
+from exllamav3.errors import FormatError, TopologyError, UnsupportedError
 from exllamav3.topology import METADATA_KEY
 
 QUANT_METHOD = "exl3"
@@ -82,6 +82,7 @@ def parse_quantization_config(obj: Any, where: str) -> QuantizationConfig:
     Raises:
         UnsupportedError: the checkpoint was quantized by another method.
         FormatError: a key is missing or has the wrong type, or an `exl3_...` key is unknown.
+        TopologyError: the declaration is null, which must not pass for an absent one.
     """
     if not isinstance(obj, dict):
         raise FormatError(f"{where}: is a {type(obj).__name__}, expected an object")
@@ -93,6 +94,11 @@ def parse_quantization_config(obj: Any, where: str) -> QuantizationConfig:
         )
     left = dict(obj)
     left.pop("quant_method")
+    if METADATA_KEY in left and left[METADATA_KEY] is None:
+        raise TopologyError(
+            f"{where}.{METADATA_KEY}: is null, expected an object; restore the declaration from "
+            f"quantization_config.json or a shard header, or remove the key if every block is split"
+        )
     take = _Taker(left, where)
     config = QuantizationConfig(
         version=take.text("version") or "",

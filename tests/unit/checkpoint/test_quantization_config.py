@@ -4,7 +4,7 @@ import pytest
 
 from exllamav3.checkpoint.quantization_config import parse_quantization_config
 from exllamav3.codec.params import Codebook
-from exllamav3.errors import FormatError, UnsupportedError
+from exllamav3.errors import FormatError, TopologyError, UnsupportedError
 
 GOOD = {
     "quant_method": "exl3",
@@ -48,6 +48,12 @@ def test_a_section_with_nothing_optional_parses():
 
 def test_unknown_keys_survive_a_round_trip():
     assert parse(vision_tower="x").to_obj()["vision_tower"] == "x"
+
+
+def test_a_declaration_that_is_null_does_not_pass_for_an_absent_one():
+    section = {"quant_method": "exl3", "version": "1", "bits": 4.0, "exl3_qkv_topology": None}
+    with pytest.raises(TopologyError, match=r"config\.json\.exl3_qkv_topology: is null"):
+        parse_quantization_config(section, "config.json")
 
 
 def test_an_unknown_key_of_our_own_name_space_is_refused():
