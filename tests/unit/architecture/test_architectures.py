@@ -131,7 +131,9 @@ def test_tensors_under_neither_prefix_are_an_error(tmp_path):
     folder = write_folder(
         tmp_path, qwen35_config(), {"x": random_tensors(qwen35_config()).popitem()[1]}
     )
-    with pytest.raises(FormatError, match=r"is stored under neither of model, model\.language_model"):
+    with pytest.raises(
+        FormatError, match=r"is stored under neither of model, model\.language_model"
+    ):
         Model.from_config(Config.from_directory(folder))
 
 

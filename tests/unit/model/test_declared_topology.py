@@ -42,9 +42,9 @@ def config_json(**changes):
 def topology(*fused):
     """The attention blocks of the given layer numbers fused, the others split."""
     rows = [
-        TopologyRow(layer, "fused_uniform", SPLITS, FUSED)
+        TopologyRow(layer, SPLITS, FUSED)
         if int(layer.split(".")[2]) in fused
-        else TopologyRow(layer, "split", SPLITS, SPLIT)
+        else TopologyRow(layer, SPLITS, SPLIT)
         for layer in LAYERS
     ]
     return ResolvedTopology(tuple(rows))
@@ -116,15 +116,13 @@ def test_tensor_parallelism_names_the_first_fused_layer(tmp_path):
 
 def test_a_fused_payload_without_a_declaration_is_refused(tmp_path):
     folder = write(tmp_path, topology(1), declared=False)
-    with pytest.raises(TopologyError, match="payload of a fused block, but config.json has no"):
+    with pytest.raises(TopologyError, match=r"payload of a fused block, but config\.json has"):
         build(folder)
 
 
 def test_a_copy_without_a_declaration_is_refused(tmp_path):
     resolved = topology()
-    folder = write(
-        tmp_path, resolved, declared=False, metadata={KEY: resolved.to_compact_json()}
-    )
+    folder = write(tmp_path, resolved, declared=False, metadata={KEY: resolved.to_compact_json()})
     with pytest.raises(TopologyError, match=r"__metadata__\.exl3_qkv_topology: carries"):
         build(folder)
 

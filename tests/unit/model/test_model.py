@@ -172,9 +172,7 @@ def test_all_missing_tensors_are_named_before_anything_is_read(tensors):
 
     del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
     model = Model.from_config(Config(llama_config()))
-    with pytest.raises(
-        FormatError, match=r"2 tensors .*mlp\.up_proj\.weight, model\.norm\.weight"
-    ):
+    with pytest.raises(FormatError, match=r"2 tensors .*mlp\.up_proj\.weight, model\.norm\.weight"):
         model.load(device="cpu", source=Unreadable(tensors))
 
 
