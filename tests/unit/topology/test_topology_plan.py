@@ -222,6 +222,18 @@ def test_a_good_plan_in_another_encoding_is_refused(encoding):
     refused(text(PLAN).encode(encoding))
 
 
+def test_a_message_about_many_keys_counts_those_it_does_not_show():
+    many = {f"key{n}": n for n in range(1000)}
+    assert '"key8" and 991 more' in refused(text({"schema": PLAN["schema"], "layers": [many]}))
+    assert 'key "layer" is missing, found nothing' in refused(
+        text({"schema": PLAN["schema"], "layers": [{}]})
+    )
+
+
+def test_a_long_string_is_cut_in_messages():
+    assert f'variant is "{"x" * 120}...", expected' in refused(row_edit(0, variant="x" * 10_000))
+
+
 def test_a_plan_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(TopologyError, match=r"absent\.json: the QKV topology plan cannot be read"):
         load_plan(tmp_path / "absent.json")
