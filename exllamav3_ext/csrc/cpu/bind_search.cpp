@@ -16,7 +16,8 @@ std::tuple<Tensor, Tensor> quantize_tiles(const Tensor& tiles_in, int64_t bits, 
     const Tensor tiles = torch::stable::contiguous(tiles_in);
     Tensor values = empty({tiles.size(0), kTileWeights}, ScalarType::Float, tiles);
     Tensor states = empty({tiles.size(0), kTileWeights}, ScalarType::Short, tiles);
-    const viterbi::Job job{static_cast<const float*>(tiles.const_data_ptr()),
+    const viterbi::Job job{viterbi::active_kernels(),
+                           static_cast<const float*>(tiles.const_data_ptr()),
                            static_cast<float*>(values.mutable_data_ptr()),
                            static_cast<int16_t*>(states.mutable_data_ptr()),
                            tiles.size(0), int(bits), int(codebook)};

@@ -24,13 +24,6 @@
 namespace exl3::viterbi {
 namespace {
 
-const Kernels& active_kernels() {
-    const Isa isa = active_isa();
-    return isa == Isa::avx512 ? avx512_kernels()
-           : isa == Isa::avx2 ? avx2_kernels()
-                              : portable_kernels();
-}
-
 // Grows to the largest request of its thread and is then reused: no allocation, no zeroing and no
 // page faults in later calls. Huge pages, because the steps walk fan x tiles streams at once.
 class Scratch {
@@ -60,12 +53,12 @@ class Scratch {
 // Search over up to kGroup tiles at once.
 class Group {
    public:
-    Group(const Job& job, const Kernels& kernels)
+    explicit Group(const Job& job)
         : bits_(job.bits),
           stride_(mark_stride(job.bits)),
           size_(cost_size(job.bits)),
-          kernels_(kernels),
-          tables_(tables(kernels.layout, job.bits, job.codebook)) {
+          kernels_(job.kernels),
+          tables_(tables(job.kernels.layout, job.bits, job.codebook)) {
         thread_local Scratch scratch;
         memory_ = scratch.reserve(size_t(kGroup) * vectors_per_tile() * size_);
     }
@@ -76,7 +69,8 @@ class Group {
         for (int i = 0; i < count; ++i)
             for (int t = 0; t < kRing; ++t) {
                 const float w = std::isnan(tiles[i][t]) ? 0.0f : tiles[i][t];
-                weights_[t][i] = std::nearbyint(std::clamp(w, -kWeightLimit, kWeightLimit) * scale(bits_));
+                const float limited = std::clamp(w, -kWeightLimit, kWeightLimit);
+                weights_[t][i] = std::nearbyint(limited * scale(bits_));
             }
     }
 
@@ -116,13 +110,16 @@ class Group {
     // entered the ring.
     int trace(int i, int node, uint16_t* states) const {
         for (int t = kRing - stride_; t >= 0; t -= stride_)
-            node = stride_ == 1 ? trace_one(i, t, node, states) : trace_between_marks(i, t, node, states);
+            node = stride_ == 1 ? trace_one(i, t, node, states)
+                                : trace_between_marks(i, t, node, states);
         return node;
     }
 
    private:
     int vectors_per_tile() const { return kRing / stride_ + 1 + 2; }
-    float* vector(int i, int j) const { return memory_ + (size_t(i) * vectors_per_tile() + j) * size_; }
+    float* vector(int i, int j) const {
+        return memory_ + (size_t(i) * vectors_per_tile() + j) * size_;
+    }
     float* mark(int i, int j) const { return vector(i, j); }  // costs before position j * stride
     float* spare(int i, int j) const { return vector(i, kRing / stride_ + 1 + j); }
 
@@ -160,15 +157,18 @@ class Group {
         float costs[kLeaves];
         uint8_t choices[kLeaves];  // entries of level j at fan^j, which never overlap
         const int fan = 1 << bits_;
-        const auto node = [&](int j, int e) { return e << (16 - bits_ - j * bits_) | last >> j * bits_; };
+        const auto node = [&](int j, int e) {
+            return e << (16 - bits_ - j * bits_) | last >> j * bits_;
+        };
         for (int e = 0; e < 1 << (stride_ * bits_); ++e)
             costs[e] = mark(i, t / stride_)[cost_index(bits_, node(stride_, e))];
         for (int j = stride_ - 1; j >= 0; --j) {
             const int count = 1 << (j * bits_);
             for (int e = 0; e < count; ++e) {
                 int choice;
-                costs[e] = kernels_.back(tables_.back + (size_t(node(j, e)) << bits_), costs + e, count,
-                                         fan, weights_[t + stride_ - 1 - j][i], &choice);
+                const float* levels = tables_.back + (size_t(node(j, e)) << bits_);
+                costs[e] = kernels_.back(levels, costs + e, count, fan,
+                                         weights_[t + stride_ - 1 - j][i], &choice);
                 choices[count + e] = uint8_t(choice);
             }
         }
@@ -242,10 +242,19 @@ void close(const Job& job, Group& group, const Open* open, int count) {
 
 }  // namespace
 
+const Kernels& active_kernels() {
+#if defined(__x86_64__)
+    const Isa isa = active_isa();
+    if (isa == Isa::avx512) return avx512_kernels();
+    if (isa == Isa::avx2) return avx2_kernels();
+#endif
+    return portable_kernels();
+}
+
 int64_t unit_count(const Job& job) { return job.count / kGroup + job.count % kGroup; }
 
 void search_units(const Job& job, int64_t begin, int64_t end) {
-    Group group(job, active_kernels());
+    Group group(job);
     std::vector<Open> open;
     const int64_t groups = job.count / kGroup;
     for (int64_t unit = begin; unit < end; ++unit) {

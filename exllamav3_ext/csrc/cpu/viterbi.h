@@ -88,8 +88,9 @@ struct Kernels {
 };
 
 const Kernels& portable_kernels();
-const Kernels& avx2_kernels();    // only where the CPU has AVX2 and FMA
-const Kernels& avx512_kernels();  // only where the CPU has AVX-512 F, BW, VL and DQ
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+const Kernels& active_kernels();  // by active_isa(), and throws what that throws
 
 // Scaled and rounded codebook in the orders of the two loops, built once and kept.
 struct Tables {
@@ -104,6 +105,7 @@ float codebook_value(uint32_t state, int codebook);
 
 // Searches tiles [begin, end). Values and states are written at the same indices.
 struct Job {
+    const Kernels& kernels;
     const float* tiles;  // [count][256], ring order
     float* values;       // [count][256]
     int16_t* states;     // [count][256]

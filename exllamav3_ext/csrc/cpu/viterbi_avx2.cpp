@@ -1,14 +1,11 @@
 // Trellis search with AVX2 and FMA: 8 candidates in a vector.
 
-#include "cpu/viterbi_step.h"
-
-#if defined(__AVX2__)
 #include <immintrin.h>
-#endif
+
+#include "cpu/viterbi_step.h"
 
 namespace exl3::viterbi {
 
-#if defined(__AVX2__)
 namespace {
 
 struct Avx2 {
@@ -56,8 +53,5 @@ const Kernels& avx2_kernels() {
     static constexpr Kernels kernels = make_kernels<Avx2>();
     return kernels;
 }
-#else
-const Kernels& avx2_kernels() { return portable_kernels(); }
-#endif
 
 }  // namespace exl3::viterbi

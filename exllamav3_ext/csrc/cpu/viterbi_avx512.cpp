@@ -1,14 +1,11 @@
 // Trellis search with AVX-512: 16 candidates in a vector.
 
-#include "cpu/viterbi_step.h"
-
-#if defined(__AVX512F__)
 #include <immintrin.h>
-#endif
+
+#include "cpu/viterbi_step.h"
 
 namespace exl3::viterbi {
 
-#if defined(__AVX512F__)
 namespace {
 
 struct Avx512 {
@@ -47,7 +44,8 @@ struct Avx512 {
             return a;
         } else {
             constexpr int fan = lanes / n;
-            const auto lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            const auto lane =
+                _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
             const auto out = _mm512_and_si512(lane, _mm512_set1_epi32(fan - 1));
             const auto in = _mm512_srli_epi32(lane, __builtin_ctz(fan));
             const auto from = _mm512_add_epi32(_mm512_slli_epi32(out, __builtin_ctz(n)), in);
@@ -62,8 +60,5 @@ const Kernels& avx512_kernels() {
     static constexpr Kernels kernels = make_kernels<Avx512>();
     return kernels;
 }
-#else
-const Kernels& avx512_kernels() { return portable_kernels(); }
-#endif
 
 }  // namespace exl3::viterbi

@@ -1,6 +1,5 @@
 // Codebook levels of the trellis search, in the orders in which its two loops read them.
 
-#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <map>
@@ -8,22 +7,11 @@
 #include <new>
 #include <tuple>
 
+#include "cpu/half.h"
 #include "cpu/viterbi.h"
 
 namespace exl3::viterbi {
 namespace {
-
-// Nearest float16 (ties to even) of a value in its normal range, or one that it holds exactly.
-float round_to_half(float value) {
-    uint32_t bits = std::bit_cast<uint32_t>(value);
-    bits += 0xfff + ((bits >> 13) & 1);
-    return std::bit_cast<float>(bits & ~0x1fffu);
-}
-
-// float16 of normal range, which both halves of a codebook hash are.
-float half_value(uint32_t half) {
-    return std::bit_cast<float>(((half & 0x8000) << 16) | (((half & 0x7fff) << 13) + (112u << 23)));
-}
 
 float* allocate_levels() {
     void* memory = std::aligned_alloc(64, kStates * sizeof(float));
@@ -54,10 +42,14 @@ Tables build(const Layout& layout, int bits, int codebook) {
 
 float codebook_value(uint32_t state, int codebook) {
     const uint32_t hash = hash_state(state, codebook);
-    if (codebook == kMul1)  // exact in float32 up to the one rounding
-        return round_to_half(float(1024 + byte_sum(hash)) * kMul1Scale + kMul1Offset);
-    const uint32_t halves = halves_of(hash);
-    return round_to_half(half_value(halves & 0xffff) + half_value(halves >> 16));
+    float value;  // exact in float32; what follows is the one rounding
+    if (codebook == kMul1) {
+        value = float(1024 + byte_sum(hash)) * kMul1Scale + kMul1Offset;
+    } else {
+        const uint32_t halves = halves_of(hash);
+        value = half_to_float(uint16_t(halves)) + half_to_float(uint16_t(halves >> 16));
+    }
+    return half_to_float(float_to_half(value));
 }
 
 // 512 KiB for each rate and codebook in use, kept for the life of the process.
