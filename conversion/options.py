@@ -1,0 +1,193 @@
+"""The options of a conversion job: defaults, checks, and what a resumed job may change.
+
+A `ConversionOptions` is the whole job as data, together with the source files
+and the plan: the output is a function of the three (docs/conversion.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from exllamav3.errors import ConversionError
+
+CODEBOOKS = ("mul1", "mcg", "3inst")
+OUT_SCALES = ("always", "never", "auto")
+UNQUANTIZED_BITS = 16
+"""As a rate: keep the weights as they are."""
+
+OVERRIDABLE = (
+    "in_dir",
+    "out_dir",
+    "shard_size",
+    "mtp_bits",
+    "checkpoint_interval",
+    "devices",
+    "codebook",
+    "out_scales",
+    "verbose",
+)
+"""Options that may differ from the stored ones when a job is resumed."""
+
+_FLAGS = {
+    "in_dir": "-i",
+    "out_dir": "-o",
+    "work_dir": "-w",
+    "bits": "-b",
+    "head_bits": "-hb",
+    "mtp_bits": "-mb",
+    "vision_bits": "-vb",
+    "shard_size": "-ss",
+    "cal_rows": "-cr",
+    "cal_cols": "-cc",
+    "cal_data": "-cd",
+    "checkpoint_interval": "-cpi",
+    "devices": "-d",
+    "codebook": "-cb",
+    "out_scales": "--out_scales",
+    "seed": "--seed",
+    "verbose": "-v",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionOptions:
+    """Everything a user can say about a job, except the QKV topology plan.
+
+    in_dir, work_dir, out_dir: folders: source checkpoint, job state, result
+    bits: mean bits per weight of the decoder's linears, 1 to 8
+    head_bits, mtp_bits: rate of lm_head and of the MTP linears, 1..8 or 16 (unquantized)
+    vision_bits: 16; the vision tower is copied
+    shard_size: largest output shard in MiB
+    cal_rows, cal_cols: calibration windows, and tokens of each
+    cal_data: text or safetensors file to calibrate with; None is the bundled text
+    checkpoint_interval: least seconds between checkpoints of the calibration state
+    devices: torch device names, the first is the primary one
+    """
+
+    in_dir: str
+    work_dir: str
+    out_dir: str
+    bits: float
+    head_bits: int = 6
+    mtp_bits: int = 4
+    vision_bits: int = 16
+    shard_size: int = 8192
+    cal_rows: int = 128
+    cal_cols: int = 1024
+    cal_data: str | None = None
+    checkpoint_interval: float = 120
+    devices: tuple[str, ...] = ("cpu",)
+    codebook: str = "mul1"
+    out_scales: str = "always"
+    seed: int = 0
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every value on its own.
+
+        Raises:
+            ConversionError: a value is outside its domain; nothing was read or written.
+        """
+        for problem in _problems(self):
+            raise ConversionError(problem)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, as stored in the job folder."""
+        values = asdict(self)
+        values["devices"] = list(self.devices)
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], where: str) -> ConversionOptions:
+        """Read back what `to_json` wrote.
+
+        Raises:
+            ConversionError: a key is missing or unknown: another version wrote the job.
+        """
+        known = {field.name for field in fields(cls)}
+        if set(values) != known:
+            odd = ", ".join(sorted(set(values) ^ known))
+            raise ConversionError(
+                f"{where}: the stored options do not match this version (differing keys: {odd}); "
+                f"start a new job in an empty folder"
+            )
+        return cls(**{**values, "devices": tuple(values["devices"])})
+
+
+def _problems(options: ConversionOptions) -> list[str]:
+    """Sentences about values outside their domain, the most basic first."""
+    problems = []
+
+    def expect(good: bool, name: str, what: str) -> None:
+        if not good:
+            found = getattr(options, name)
+            problems.append(f"{_FLAGS[name]} ({name}) is {found!r}, expected {what}")
+
+    for name in ("in_dir", "work_dir", "out_dir"):
+        value = getattr(options, name)
+        expect(isinstance(value, str) and value != "", name, "a folder")
+    expect(1 <= options.bits <= 8, "bits", "a number from 1 to 8 (mean bits per weight)")
+    for name in ("head_bits", "mtp_bits"):
+        expect(_is_rate(getattr(options, name)), name, "an integer from 1 to 8, or 16")
+    expect(
+        options.vision_bits == UNQUANTIZED_BITS,
+        "vision_bits",
+        "16: the vision tower is copied as it is, quantizing it is not supported yet",
+    )
+    for name in ("shard_size", "cal_rows", "cal_cols"):
+        expect(getattr(options, name) >= 1, name, "a positive integer")
+    expect(options.checkpoint_interval >= 0, "checkpoint_interval", "seconds, 0 or more")
+    expect(options.codebook in CODEBOOKS, "codebook", f"one of {', '.join(CODEBOOKS)}")
+    expect(options.out_scales in OUT_SCALES, "out_scales", f"one of {', '.join(OUT_SCALES)}")
+    expect(options.seed >= 0, "seed", "an integer, 0 or more")
+    expect(len(options.devices) > 0, "devices", "at least one device")
+    accelerators = [name for name in options.devices if name != "cpu"]
+    expect(
+        len(set(accelerators)) == len(accelerators)
+        and len({n == "cpu" for n in options.devices}) < 2,
+        "devices",
+        "different GPUs, or only the CPU",
+    )
+    return problems
+
+
+def _is_rate(bits: int) -> bool:
+    return isinstance(bits, int) and (1 <= bits <= 8 or bits == UNQUANTIZED_BITS)
+
+
+def resume_options(
+    stored: ConversionOptions, given: Mapping[str, Any], where: str
+) -> tuple[ConversionOptions, tuple[str, ...]]:
+    """Options of a resumed job: the stored ones with what was given explicitly on top.
+
+    Args:
+        stored: the options the job was created with.
+        given: only what the user stated this time.
+        where: the job folder, for messages.
+
+    Returns:
+        The options, and the names of those that changed.
+
+    Raises:
+        ConversionError: something that shapes finished work would change; lists all of it.
+    """
+    changed = {
+        name: value
+        for name, value in given.items()
+        if name != "work_dir" and value != getattr(stored, name)
+    }
+    fixed = [name for name in changed if name not in OVERRIDABLE]
+    if fixed:
+        lines = "; ".join(
+            f"{_FLAGS[name]} ({name}) is stored as {getattr(stored, name)!r}, given as "
+            f"{changed[name]!r}"
+            for name in sorted(fixed)
+        )
+        raise ConversionError(
+            f"{where}: a resumed job cannot change {lines}. Leave these options out to continue, "
+            f"or start a new job in an empty folder"
+        )
+    work_dir = given.get("work_dir", stored.work_dir)
+    return replace(stored, **changed, work_dir=work_dir), tuple(sorted(changed))
