@@ -1,0 +1,98 @@
+"""What becomes of every tensor of the source: quantized, kept, copied, or dropped with a reason.
+
+The account is made before any weight is read and fails closed: a tensor that
+nothing claims stops the job, because a model that ignores some of its weights
+is not the model somebody trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from exllamav3.errors import ConversionError
+from exllamav3.modules.module import Module
+
+from .targets import ModuleLayout
+
+_DROPPED = ((".rotary_emb.inv_freq", "rotary frequencies are computed from config.json"),)
+"""Suffixes of tensors that carry no weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceAccount:
+    """Where the source tensors go.
+
+    claimed: read by a module of the decoder or of a side model
+    copied: tensors of parts that are neither run nor quantized, byte for byte
+    dropped: (name, reason)
+    """
+
+    claimed: tuple[str, ...]
+    copied: tuple[str, ...]
+    dropped: tuple[tuple[str, str], ...]
+
+
+def account_for(
+    names: Collection[str],
+    modules: Iterable[Module],
+    copied_prefixes: Sequence[str],
+    where: str,
+) -> SourceAccount:
+    """Assign every source tensor.
+
+    Args:
+        names: tensors of the source.
+        modules: top-level modules of the decoder and of its MTP head.
+        copied_prefixes: of parts that come along untouched.
+
+    Raises:
+        ConversionError: a tensor is needed and missing, or there and unknown; lists them.
+    """
+    wanted = {name for module in modules for part in module for name in part.own_names(names)}
+    missing = sorted(wanted - set(names))
+    if missing:
+        raise ConversionError(
+            f"{where}: {len(missing)} tensors are missing that config.json asks for: "
+            f"{_some(missing)}; check that all shards are there"
+        )
+    copied, dropped, unknown = [], [], []
+    for name in sorted(set(names) - wanted):
+        reason = next((text for suffix, text in _DROPPED if name.endswith(suffix)), None)
+        if name.startswith(tuple(copied_prefixes)):
+            copied.append(name)
+        elif reason is not None:
+            dropped.append((name, reason))
+        else:
+            unknown.append(name)
+    if unknown:
+        raise ConversionError(
+            f"{where}: {len(unknown)} tensors belong to no part of this architecture: "
+            f"{_some(unknown)}; converting would lose them. Check that config.json belongs to "
+            f"these weights, or remove the tensors from the source"
+        )
+    return SourceAccount(tuple(sorted(wanted)), tuple(copied), tuple(dropped))
+
+
+def output_names(
+    layouts: Iterable[ModuleLayout], account: SourceAccount, suffixes: dict[str, tuple[str, ...]]
+) -> set[str]:
+    """Names of every tensor that the output must have.
+
+    Args:
+        suffixes: of the tensors made for each target, by its key.
+    """
+    names = set(account.copied)
+    for layout in layouts:
+        names.update(layout.kept)
+        names.update(f"{t.key}.{suffix}" for t in layout.targets for suffix in suffixes[t.key])
+        for linear in layout.halved:
+            names.add(f"{linear.key}.weight")
+            if linear.has_bias:
+                names.add(f"{linear.key}.bias")
+    return names
+
+
+def _some(names: Sequence[str], limit: int = 6) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest

@@ -1,0 +1,134 @@
+"""The checkpoint to convert: its model, its tensors, and whether it can be converted at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from exllamav3.architecture.decoder import DecoderSpec, build_decoder, build_mtp, model_facts
+from exllamav3.architecture.table import read_spec
+from exllamav3.checkpoint.tensor_files import TensorFiles
+from exllamav3.errors import ConversionError, FormatError
+from exllamav3.model.config import Config
+from exllamav3.modules.linear import Linear
+from exllamav3.modules.module import WEIGHT_DTYPES, Module
+from exllamav3.topology import ModelFacts, ResolvedTopology
+
+from .inventory import SourceAccount, account_for
+
+QUANTIZED_SUFFIXES = (
+    ".trellis",
+    ".weight_scale_inv",
+    ".weight_scale",
+    ".qweight",
+    ".weight_packed",
+)
+"""Tensors that only quantized checkpoints have."""
+SAMPLE_BYTES = 1 << 16
+"""Of each shard, for the fingerprint."""
+ALWAYS_COPIED = ("mtp.",)
+"""Unknown tensors here belong to a part that is not run, so copying them loses nothing."""
+
+
+class Source:
+    """An unquantized checkpoint folder.
+
+    Raises:
+        ConversionError: not a folder, quantized already, incomplete, or with unknown tensors.
+        FormatError, UnsupportedError: config.json or the tensor files are not readable here.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise ConversionError(f"{directory}: the source (-i) is not a folder")
+        self.directory = directory
+        self.config = Config.from_directory(directory)
+        if self.config.quantization is not None:
+            raise ConversionError(
+                f"{directory}: the source is already quantized (config.json has a "
+                f"quantization_config of method exl3); convert the BF16 model it was made from"
+            )
+        self.spec: DecoderSpec = read_spec(self.config)
+        self.tensors: TensorFiles = self.config.files
+        self._check_dtypes()
+        modules = [*self.decoder(), *self.mtp()]
+        self.account: SourceAccount = account_for(
+            self.tensors.names(), modules, (*self.spec.copied, *ALWAYS_COPIED), str(directory)
+        )
+        self._check_shapes(modules)
+
+    def decoder(self, topology: ResolvedTopology | None = None) -> Sequence[Module]:
+        """Fresh top-level modules of the text decoder, fused where a topology says so."""
+        fused = [row.layer for row in topology.rows if row.is_fused] if topology else []
+        return build_decoder(self.spec, fused)
+
+    def mtp(self) -> Sequence[Module]:
+        """Fresh modules of the multi-token-prediction head, if there is one."""
+        return build_mtp(self.spec)
+
+    def facts(self) -> ModelFacts:
+        """What a topology plan may name."""
+        return model_facts(self.spec)
+
+    def fingerprint(self) -> str:
+        """Changes with the configuration, any tensor's name, shape or dtype, or a shard's end.
+
+        Hashing all weights would take minutes on a large model.
+        """
+        digest = hashlib.sha256((self.directory / "config.json").read_bytes())
+        described = [
+            (name, meta.dtype, list(meta.shape))
+            for name, meta in sorted(self.tensors.inventory().items())
+        ]
+        digest.update(json.dumps(described).encode())
+        for name in sorted(self.tensors.headers):
+            with (self.directory / name).open("rb") as file:
+                file.seek(-min(SAMPLE_BYTES, (self.directory / name).stat().st_size), 2)
+                digest.update(file.read())
+        return digest.hexdigest()
+
+    def config_obj(self) -> dict[str, object]:
+        """config.json as it is in the source."""
+        obj = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
+        assert isinstance(obj, dict)
+        return obj
+
+    def _check_dtypes(self) -> None:
+        for name, meta in self.tensors.inventory().items():
+            if name.endswith(QUANTIZED_SUFFIXES) or meta.dtype.startswith(("F8", "F4", "F6")):
+                raise ConversionError(
+                    f"{self.directory}: tensor {name} ({meta.dtype} {list(meta.shape)}) shows that "
+                    f"the source is already quantized; convert the BF16 model it was made from"
+                )
+
+    def _check_shapes(self, modules: Sequence[Module]) -> None:
+        """Compare what linears need with the headers, so that no job fails hours later."""
+        for module in modules:
+            for part in module:
+                for name in part.own_names(self.tensors.names()):
+                    meta = self.tensors.describe(name)
+                    if meta.dtype not in WEIGHT_DTYPES:
+                        raise FormatError(
+                            f"{self.directory}: tensor {name} is stored as {meta.dtype}, expected "
+                            f"one of {', '.join(WEIGHT_DTYPES)}; convert the source to BF16 first"
+                        )
+                if isinstance(part, Linear):
+                    self._check_linear(part)
+
+    def _check_linear(self, part: Linear) -> None:
+        shape = (part.out_features, part.in_features)
+        name, *bias = part.own_names(self.tensors.names())
+        found = tuple(self.tensors.describe(name).shape)
+        if found != shape:
+            raise FormatError(
+                f"{self.directory}: tensor {name} has shape {list(found)}, config.json asks for "
+                f"{list(shape)}; configuration and weights belong to different models"
+            )
+        for extra in bias:
+            if tuple(self.tensors.describe(extra).shape) != shape[:1]:
+                raise FormatError(
+                    f"{self.directory}: tensor {extra} has shape "
+                    f"{list(self.tensors.describe(extra).shape)}, expected {list(shape[:1])}"
+                )
