@@ -53,9 +53,15 @@ CPU_SOURCES = (
     Source("cpu/bind_codec.cpp"),
     Source("cpu/bind_linear.cpp"),
     Source("cpu/bind_attention.cpp"),
+    Source("cpu/bind_search.cpp"),
     Source("cpu/kernels_portable.cpp"),
     Source("cpu/kernels_avx2.cpp", AVX2, x86_only=True),
     Source("cpu/kernels_avx512.cpp", AVX512, x86_only=True),
+    Source("cpu/viterbi.cpp"),
+    Source("cpu/viterbi_tables.cpp"),
+    Source("cpu/viterbi_portable.cpp"),
+    Source("cpu/viterbi_avx2.cpp", AVX2, x86_only=True),
+    Source("cpu/viterbi_avx512.cpp", AVX512, x86_only=True),
 )
 
 # Kernels (.cu) include no torch header; bind_*.cpp files do and launch nothing themselves.

@@ -6,14 +6,27 @@ from safetensors.torch import load_file
 
 from exllamav3.codec.params import Codebook
 from exllamav3.errors import FormatError
-from exllamav3.ops import backend, pack, quantize_tiles, unpack
+from exllamav3.ops import backend, build_info, pack, quantize_tiles, unpack
+from exllamav3.ops.reference import search as reference
 from exllamav3.ops.reference.codebook import codebook_values
 
 NATIVE = backend("quantize_tiles", "cpu") == "native"
+ISAS = ["portable", "avx2", "avx512"]
+AVAILABLE = ISAS[: ISAS.index(build_info()["isa"]) + 1] if NATIVE else []
 
 
 def random_tiles(count: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(count, 256, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def hostile_tiles() -> torch.Tensor:
+    tiles = torch.zeros(6, 256)
+    tiles[1] = torch.nan
+    tiles[2] = torch.inf
+    tiles[3, ::3] = -torch.inf
+    tiles[4, ::2], tiles[4, 1::2] = 3e38, -3e38
+    tiles[5] = 1e-42
+    return tiles
 
 
 def assert_closed(states: torch.Tensor, bits: int) -> None:
@@ -47,17 +60,36 @@ def test_values_are_the_codebook_values_of_the_states_and_states_survive_packing
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_hostile_tiles_give_closed_rings_of_finite_values(bits):
-    tiles = torch.zeros(6, 256)
-    tiles[1] = torch.nan
-    tiles[2] = torch.inf
-    tiles[3, ::3] = -torch.inf
-    tiles[4, ::2], tiles[4, 1::2] = 3e38, -3e38
-    tiles[5] = 1e-42
-    values, states = quantize_tiles(tiles, bits, Codebook.MCG)
+    values, states = quantize_tiles(hostile_tiles(), bits, Codebook.MCG)
     assert_closed(states, bits)
     assert values.isfinite().all()
     assert torch.equal(states[0], states[1])  # NaN counts as 0
     assert values[2].mean() > 1.5  # out of range: large values, as far as the ring has them
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_instruction_set_gives_the_bits_of_the_reference(monkeypatch, bits):
+    torch.set_num_threads(1)  # the reference consists of small operators
+    # 9 tiles: two groups of four and a single one. At K = 1 some of them need the second search.
+    tiles = torch.cat([random_tiles(2, seed=bits), random_tiles(1, scale=4.0), hostile_tiles()])
+    expected_values, expected_states = reference.quantize_tiles(tiles, bits, 0)
+    for isa in AVAILABLE:
+        monkeypatch.setenv("EXLLAMAV3_ISA", isa)
+        values, states = quantize_tiles(tiles, bits, Codebook.INST3)
+        assert torch.equal(states, expected_states), isa
+        assert torch.equal(values, expected_values), isa
+
+
+@pytest.mark.parametrize("bits", [1, 5])
+def test_result_depends_neither_on_threads_nor_on_the_other_tiles(bits):
+    tiles = random_tiles(11, seed=5)
+    torch.set_num_threads(1)
+    alone = torch.cat([quantize_tiles(tile[None], bits, 2)[1] for tile in tiles])
+    together = quantize_tiles(tiles, bits, 2)[1]
+    torch.set_num_threads(3)
+    threaded = quantize_tiles(tiles, bits, 2)[1]
+    assert torch.equal(alone, together)
+    assert torch.equal(threaded, together)
 
 
 def test_no_tiles_give_no_rings():

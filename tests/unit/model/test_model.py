@@ -271,3 +271,24 @@ def test_a_quantized_folder_without_a_declaration_is_all_split(tmp_path):
     model = load_model(folder)
     assert model.topology is None
     assert torch.equal(model.forward(IDS), from_tensors(llama_config(), stored).forward(IDS))
+
+
+@pytest.mark.parametrize(
+    "kind", ["source/tiny-qwen35-vl", "quantized/tiny-qwen35-vl-4bpw-mul1-always"]
+)
+def test_side_modules_load_and_give_back_what_is_stored_but_do_not_run(data_dir, kind):
+    model = Model.from_config(Config.from_directory(data_dir / "interop" / kind))
+    files = model.config.files
+    found = {}
+    for top in model.side_modules:
+        top.load(files, "cpu")
+        found |= {n: t for module in top for n, t in module.get_tensors().items()}
+    assert set(found) == {name for name in files.names() if name.startswith("mtp.")}
+    for name, tensor in found.items():
+        stored = files.get(name)
+        assert torch.equal(tensor, stored.to(tensor.dtype)), name
+        assert "quantized" not in kind or tensor.dtype == stored.dtype
+    attention = next(m for top in model.side_modules for m in top if m.key.endswith("self_attn"))
+    assert attention.layer == 0  # collides with the decoder's; the key does not
+    with pytest.raises(FormatError, match="not loaded"):
+        model.forward(IDS)

@@ -248,6 +248,25 @@ def test_a_tensor_that_no_exl3_linear_has_is_refused(suffix):
     assert "an EXL3 linear has only" in refused(inventory=tensors)
 
 
+def test_a_checkpoint_of_nothing_but_declared_tensors_is_searched_to_its_last_name():
+    keys = TOPOLOGY.projections()
+    tensors = {
+        name: meta
+        for name, meta in inventory_of(TOPOLOGY).items()
+        if name.rpartition(".")[0] in keys
+    }
+    assert max(tensors) == f"{L7}.v_proj.trellis"
+    validate(inventory=tensors)
+    last = f"{L7}.v_proj.weight"
+    assert f'"{last}" is stored' in refused(
+        inventory=tensors | {last: TensorMeta((128, 256), "F16")}
+    )
+
+
+def test_a_split_payload_may_have_a_float32_bias():
+    validate(inventory=with_tensors({f"{Q11}.bias": TensorMeta((512,), "F32")}))
+
+
 def test_names_that_only_start_alike_are_left_alone():
     validate(
         inventory=with_tensors(

@@ -49,6 +49,17 @@ def test_an_empty_plan_is_allowed():
     assert parse_plan('{"schema": "exl3_qkv_topology/1", "layers": []}', "p").rows == ()
 
 
+def test_projections_may_state_any_of_the_three_settings_or_none():
+    stated = [{"name": "q_proj"}, {"name": "k_proj", "K": 3}, {"name": "v_proj", "scale": "auto"}]
+    plan = parse_plan(text(row_edit(2, projections=stated)), "p")
+    row = next(row for row in plan.rows if row.layer == L11)
+    assert [(p.bits, p.codebook, p.scale) for p in row.projections] == [
+        (None, None, None),
+        (3, None, None),
+        (None, None, "auto"),
+    ]
+
+
 def test_content_counts_and_neither_row_order_nor_file_name():
     shuffled = edited(PLAN, lambda plan: plan["layers"].reverse())
     one, two = parse_plan(text(PLAN), "a.json"), parse_plan(text(shuffled), "b.json")

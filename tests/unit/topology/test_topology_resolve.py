@@ -164,6 +164,7 @@ def test_a_split_projection_without_an_integer_k_of_3_to_8_is_refused(bits):
     message = refused(allocated={**ALLOCATED, f"{L7}.k_proj": bits})
     assert f"{L7}.k_proj" in message
     assert "needs an integer K from 3 to 8" in message
+    assert ("gets no k from" if bits is None else f"gets K={bits}".lower()) in message.lower()
     assert "job settings, --bits" in refused(allocated={})
 
 
