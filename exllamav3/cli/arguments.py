@@ -1,0 +1,47 @@
+"""Argument types and options that several commands share, and loading with progress."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from exllamav3.cli.output import progress_bar
+from exllamav3.model.config import Config
+from exllamav3.model.model import Model
+
+
+def positive_int(text: str) -> int:
+    """An integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def add_runtime_options(parser: argparse.ArgumentParser) -> None:
+    """Where and with how many threads a model runs."""
+    parser.add_argument("--device", help='"cpu" or "cuda:N"; default: the GPU if there is one')
+    parser.add_argument("--threads", type=positive_int, help="CPU threads; default: torch's own")
+
+
+def build_model(directory: str) -> Model:
+    """Build the model of a folder; no weight is read yet.
+
+    Raises:
+        FormatError, UnsupportedError: as `Config.from_directory` and `Model.from_config`.
+    """
+    return Model.from_config(Config.from_directory(directory))
+
+
+def load_model(model: Model, arguments: argparse.Namespace) -> None:
+    """Read the weights as the runtime options say, with a progress bar on a terminal.
+
+    Raises:
+        FormatError, UnsupportedError: as `Model.load`.
+    """
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    name = model.config.directory.name if model.config.directory else "model"
+    with progress_bar(f"loading {name}", len(model.modules)) as update:
+        model.load(device=arguments.device, progress=lambda done, _: update(done))
