@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
+from typing import TextIO
 
 from exllamav3.errors import Exl3Error
 
@@ -18,9 +20,11 @@ EXIT_INTERRUPTED = 130
 
 
 def report_errors(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code."""
+    """Run a command and return its exit code; warnings become lines on stderr too."""
     try:
-        return command()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return command()
     except BrokenPipeError:
         # The reader of a pipe has gone (`exllamav3 inspect DIR | head`). Python would complain
         # again when it flushes stdout at exit, hence the null device.
@@ -33,3 +37,14 @@ def report_errors(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(f"warning: {message}", file=sys.stderr)

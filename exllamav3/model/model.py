@@ -195,6 +195,11 @@ class Model:
 def _resolve_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = torch.device(device)
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"device {device!r} is not one that torch knows; use cpu, cuda or cuda:N"
+        ) from error
     require_device(target)
     return target

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,21 @@ def test_the_prompt_can_come_from_stdin(capsys, monkeypatch):
     code, out, _ = run(capsys, "generate", TRAINED, "-", "-n", "2", "--greedy")
     assert code == 0
     assert out == "The king said unto him\n"
+
+
+def test_an_ignored_file_is_one_line_on_stderr(capsys, tmp_path):
+    shutil.copytree(QUANTIZED, tmp_path / "model")
+    index = {"metadata": {}, "weight_map": {}}
+    main(["inspect", QUANTIZED, "--json"])
+    for weight in json.loads(capsys.readouterr().out)["weights"]:
+        index["weight_map"] |= dict.fromkeys(weight["tensors"], "model.safetensors")
+    (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(f"{QUANTIZED}/model.safetensors", tmp_path / "model/extra.safetensors")
+    code, _, err = run(capsys, "inspect", str(tmp_path / "model"))
+    assert code == 0
+    assert err.startswith("warning: ")
+    assert err.count("\n") == 1
+    assert "extra.safetensors" in err
 
 
 WEIGHT_KEYS = {
