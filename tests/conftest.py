@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+# The matrices of the tests are tiny: a second thread costs more than it brings, and a great deal
+# more on a busy machine. Set before torch is imported; tests of threading choose their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:

@@ -20,12 +20,6 @@ PROMPTS = ["The king", "And", "In the beginning God created the heaven and the e
 NEW_TOKENS = 16
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny matrices: a second thread costs more than it brings."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def parts(request):
     """A loaded model and its tokenizer."""

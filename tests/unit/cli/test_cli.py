@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from exllamav3.cli.inventory import take_inventory, totals
 from exllamav3.cli.main import COMMANDS, main
@@ -17,12 +16,6 @@ ROOT = Path(__file__).parents[3]
 TRAINED = str(ROOT / "examples/tiny-qwen35-lm")
 QUANTIZED = str(ROOT / "tests/data/interop/quantized/tiny-qwen3-4bpw-mcg-always")
 SOURCE = str(ROOT / "tests/data/interop/source/tiny-qwen3")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny matrices: a second thread costs more than it brings."""
-    torch.set_num_threads(1)
 
 
 def run(capsys, *arguments):
