@@ -1,0 +1,196 @@
+// One step of the trellis search for one thread block: codebook values in registers, costs in
+// shared memory. `Engine<K>` for K >= 2 works on two tiles, the halves of a word; `Engine<1>` on one
+// tile, the halves being two neighbouring values of oh (its cost vectors would not fit twice).
+
+#pragma once
+
+#include "viterbi_layout.cuh"
+
+namespace exl3::search {
+
+// (value - w)^2 + cost, of two states of one tile or of one state of two tiles.
+__device__ __forceinline__ __half2 branch(__half2 value, __half2 w, __half2 cost) {
+    const __half2 d = __hsub2(value, w);
+    return __hfma2(d, d, cost);
+}
+
+template <int K>
+class Engine {
+    using G = Layout<K>;
+    static constexpr int kOh = G::HB < 4 ? G::HB : 4;  // consecutive oh of a thread: a group
+    static constexpr int kGroups = G::HB / kOh;        // groups lie kThreads groups apart
+    static constexpr int kOut = kOh * G::OB;           // consecutive out-nodes of a group
+    // Neighbouring in-costs (in c for K=8, in oh for K=2 and 3) are fetched in one wide word.
+    static constexpr int kWide = K == 8 ? 4 : kOh;
+
+  public:
+    using Cost = __half2;  // of the block's two tiles
+
+    __device__ Engine(int tid, int codebook) {
+        const int rest = tid / G::kSplit;
+        c0_ = tid % G::kSplit * G::CB;
+        ol0_ = rest % (G::C / G::OB) * G::OB;
+        oh0_ = rest / (G::C / G::OB) * kOh;
+        with_codebook(codebook, [&](auto fixed) { fill<decltype(fixed)::value>(); });
+    }
+
+    // Costs `next` from the costs `in`; less `base`; also into a history slot unless that is null.
+    __device__ void step(const Cost* in, Cost* next, Cost* slot, __half2 w, bool renorm) {
+        const Cost base = in[0];
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            Cost out[kOut];
+            cheapest(out, in, w, group);
+            if (renorm)
+#pragma unroll
+                for (int o = 0; o < kOut; ++o) out[o] = __hsub2(out[o], base);
+            if (G::kSplit == 1 || c0_ == 0) {
+                const int node = oh(group * kOh) * G::C + ol0_;
+                store(out, next + G::shared_index(node));
+                if (slot)
+#pragma unroll
+                    for (int o = 0; o < kOut; ++o) slot[G::history_index(node + o)] = out[o];
+            }
+        }
+    }
+
+  private:
+    int c0_, oh0_, ol0_;
+    __half2 values_[64];  // of states (c, oh, ol) and (c, oh, ol + 1)
+
+    template <int kCodebook>
+    __device__ void fill() {
+#pragma unroll
+        for (int h = 0; h < G::HB; ++h)
+#pragma unroll
+            for (int c = 0; c < G::CB; ++c)
+#pragma unroll
+                for (int l = 0; l < G::OB; l += 2) {
+                    const uint32_t s = (c0_ + c) << (16 - K) | oh(h) << K | (ol0_ + l);
+                    value(h, c, l) = __halves2half2(codebook_value(s, kCodebook),
+                                                    codebook_value(s + 1, kCodebook));
+                }
+    }
+
+    __device__ int oh(int h) const { return oh0_ + h / kOh * (kThreads * kOh) + h % kOh; }
+    __device__ __half2& value(int h, int c, int l) {
+        return values_[((h * G::CB + c) * G::OB + l) / 2];
+    }
+
+    __device__ void cheapest(Cost (&out)[kOut], const Cost* in, __half2 w, int group) {
+        constexpr int kAlongC = K == 8 ? kWide : 1, kAlongOh = K == 8 ? 1 : kWide;
+        static_assert(kAlongOh == kOh || kOh == 1);
+#pragma unroll
+        for (int c = 0; c < G::CB; c += kAlongC) {
+            __align__(16) Cost cost[kWide];
+            const Cost* from = in + G::shared_index((c0_ + c) * G::L + oh(group * kOh));
+            if constexpr (kWide == 4)
+                *reinterpret_cast<uint4*>(cost) = *reinterpret_cast<const uint4*>(from);
+            else if constexpr (kWide == 2)
+                *reinterpret_cast<uint2*>(cost) = *reinterpret_cast<const uint2*>(from);
+            else
+                cost[0] = *from;
+#pragma unroll
+            for (int j = 0; j < kWide; ++j) {
+                const int cj = c + (kAlongC > 1 ? j : 0), h = kAlongOh > 1 ? j : 0;
+#pragma unroll
+                for (int l = 0; l < G::OB; l += 2) {
+                    const __half2 two = value(group * kOh + h, cj, l);
+                    const Cost a = branch(__low2half2(two), w, cost[j]);
+                    const Cost b = branch(__high2half2(two), w, cost[j]);
+                    Cost& best_a = out[h * G::OB + l];
+                    Cost& best_b = out[h * G::OB + l + 1];
+                    best_a = cj == 0 ? a : __hmin2(best_a, a);
+                    best_b = cj == 0 ? b : __hmin2(best_b, b);
+                }
+            }
+        }
+#pragma unroll
+        for (int distance = 1; distance < G::kSplit; distance *= 2)
+#pragma unroll
+            for (int o = 0; o < kOut; ++o)
+                out[o] = __hmin2(out[o], __shfl_xor_sync(0xffffffffu, out[o], distance));
+    }
+
+    __device__ static void store(const Cost (&out)[kOut], Cost* to) {
+        if constexpr (kOut % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < kOut; i += 4) {
+                __align__(16) Cost four[4] = {out[i], out[i + 1], out[i + 2], out[i + 3]};
+                *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(four);
+            }
+        } else {
+            static_assert(kOut == 2);
+            __align__(8) Cost two[2] = {out[0], out[1]};
+            *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(two);
+        }
+    }
+};
+
+// K=1: C = 2, and a thread has 32 values of oh in 4 groups of 8 neighbours.
+template <>
+class Engine<1> {
+    using G = Layout<1>;
+
+  public:
+    using Cost = __half;
+
+    __device__ Engine(int tid, int codebook) : oh0_(tid * 8) {
+        with_codebook(codebook, [&](auto fixed) { fill<decltype(fixed)::value>(); });
+    }
+
+    __device__ void step(const Cost* in, Cost* next, Cost* slot, __half2 w, bool renorm) {
+        const __half2 base = __half2half2(in[0]);
+#pragma unroll
+        for (int group = 0; group < 4; ++group) {
+            __align__(16) __half2 cost[2][4], out[8];
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                *reinterpret_cast<uint4*>(cost[c]) =
+                    *reinterpret_cast<const uint4*>(in + c * G::L + oh(group * 4));
+#pragma unroll
+            for (int h = 0; h < 4; ++h) {
+                __half2 best[2];  // of ol; the halves are oh and oh + 1
+#pragma unroll
+                for (int ol = 0; ol < 2; ++ol) {
+                    const int i = (group * 4 + h) * 4 + ol;
+                    best[ol] = __hmin2(branch(values_[i], w, cost[0][h]),
+                                       branch(values_[i + 2], w, cost[1][h]));
+                    if (renorm) best[ol] = __hsub2(best[ol], base);
+                }
+                out[2 * h] = __lows2half2(best[0], best[1]);
+                out[2 * h + 1] = __highs2half2(best[0], best[1]);
+            }
+            const int node = oh(group * 4) * 2;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                *reinterpret_cast<uint4*>(next + node + 8 * i) =
+                    *reinterpret_cast<const uint4*>(out + 4 * i);
+            if (slot)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    slot[G::history_index(node + 2 * i)] = __low2half(out[i]);
+                    slot[G::history_index(node + 2 * i + 1)] = __high2half(out[i]);
+                }
+        }
+    }
+
+  private:
+    int oh0_;
+    __half2 values_[64];  // [pair of oh][c][ol], of states (c, oh, ol) and (c, oh + 1, ol)
+
+    template <int kCodebook>
+    __device__ void fill() {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+            const uint32_t s = (i / 2 % 2) << 15 | oh(i / 4) << 1 | (i % 2);
+            values_[i] = __halves2half2(codebook_value(s, kCodebook),
+                                        codebook_value(s + 2, kCodebook));
+        }
+    }
+
+    // First oh of a thread's p-th pair; four pairs are a group.
+    __device__ int oh(int p) const { return oh0_ + p / 4 * (kThreads * 8) + p % 4 * 2; }
+};
+
+}  // namespace exl3::search

@@ -1,0 +1,6 @@
+// Instance of the tile quantizer for 2 bits a weight.
+#include "viterbi_launch.cuh"
+
+namespace exl3::search {
+template cudaError_t quantize_tiles_k<2>(const Job&, cudaStream_t);
+}  // namespace exl3::search
