@@ -16,6 +16,7 @@ Environment (read by the functions here and nowhere else):
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import json
@@ -65,7 +66,11 @@ CPU_SOURCES = (
 )
 
 # Kernels (.cu) include no torch header; bind_*.cpp files do and launch nothing themselves.
-CUDA_SOURCES: tuple[Source, ...] = ()
+CUDA_SOURCES: tuple[Source, ...] = (
+    Source("cuda/bind_search.cpp"),
+    Source("cuda/viterbi.cu"),
+    *(Source(f"cuda/viterbi_k{bits}.cu") for bits in range(1, 9)),
+)
 
 # Anything fused is written as such in the source: the compiler never contracts a*b+c, so that
 # every path, whatever its instruction set, computes what the references compute.
@@ -317,3 +322,34 @@ def _join(flags: list[str]) -> str:
 
 def _escape(path: str) -> str:
     return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def main() -> int:
+    """`python -m exllamav3_ext._build`: build somewhere else than beside the package."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--kind", choices=("cpu", "cuda"), default=None)
+    parser.add_argument("--archs", help='compute capabilities, e.g. "80;90a"')
+    parser.add_argument("--out", type=Path, required=True, help="folder for objects and result")
+    parser.add_argument("--check", action="store_true", help="load the result in a new process")
+    args = parser.parse_args()
+    if args.archs:
+        os.environ["EXLLAMAV3_CUDA_ARCHS"] = args.archs
+    try:
+        target = args.out / EXTENSION_NAME
+        build(args.kind or detect(), args.out, target)
+    except BuildError as error:
+        print(f"exllamav3: {error}", file=sys.stderr)
+        return 1
+    print(f"built {target} ({target.stat().st_size / 1e6:.1f} MB)")
+    if args.check:
+        load = (
+            "import sys, torch; from exllamav3_ext import schema; "
+            "torch.ops.load_library(sys.argv[1]); print(torch.ops.exllamav3.build_info())"
+        )
+        command = [sys.executable, "-c", load, str(target)]
+        return subprocess.run(command, env={**os.environ, "EXLLAMAV3_BUILD": "none"}).returncode
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

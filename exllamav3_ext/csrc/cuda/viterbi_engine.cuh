@@ -14,6 +14,13 @@ __device__ __forceinline__ __half2 branch(__half2 value, __half2 w, __half2 cost
     return __hfma2(d, d, cost);
 }
 
+// What a step takes off all costs of a tile: the cost of node 0 before it, or the least after it.
+// Each tile of a block decides for itself, so that its result does not depend on its neighbour.
+struct Renorm {
+    bool first, least_a, least_b;
+    __device__ bool least() const { return least_a || least_b; }
+};
+
 template <int K>
 class Engine {
     using G = Layout<K>;
@@ -34,22 +41,32 @@ class Engine {
         with_codebook(codebook, [&](auto fixed) { fill<decltype(fixed)::value>(); });
     }
 
-    // Costs `next` from the costs `in`; less `base`; also into a history slot unless that is null.
-    __device__ void step(const Cost* in, Cost* next, Cost* slot, __half2 w, bool renorm) {
+    // Costs `next` from the costs `in`, reduced as `renorm` says; and `keep(node, cost)`.
+    template <class Keep>
+    __device__ void step(const Cost* in, Cost* next, __half2 w, Renorm renorm, Keep&& keep) {
         const Cost base = in[0];
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
             Cost out[kOut];
             cheapest(out, in, w, group);
-            if (renorm)
+            if (renorm.first)
 #pragma unroll
                 for (int o = 0; o < kOut; ++o) out[o] = __hsub2(out[o], base);
+            if constexpr (G::kFar > 0) {
+                if (renorm.least()) {
+                    const Cost least = least_cost(out);
+                    const Cost off = __halves2half2(
+                        renorm.least_a ? __low2half(least) : __ushort_as_half(0),
+                        renorm.least_b ? __high2half(least) : __ushort_as_half(0));
+#pragma unroll
+                    for (int o = 0; o < kOut; ++o) out[o] = __hsub2(out[o], off);
+                }
+            }
             if (G::kSplit == 1 || c0_ == 0) {
                 const int node = oh(group * kOh) * G::C + ol0_;
-                store(out, next + G::shared_index(node));
-                if (slot)
+                store(out, next, node);
 #pragma unroll
-                    for (int o = 0; o < kOut; ++o) slot[G::history_index(node + o)] = out[o];
+                for (int o = 0; o < kOut; ++o) keep(node + o, out[o]);
             }
         }
     }
@@ -67,8 +84,8 @@ class Engine {
 #pragma unroll
                 for (int l = 0; l < G::OB; l += 2) {
                     const uint32_t s = (c0_ + c) << (16 - K) | oh(h) << K | (ol0_ + l);
-                    value(h, c, l) = __halves2half2(codebook_value(s, kCodebook),
-                                                    codebook_value(s + 1, kCodebook));
+                    value(h, c, l) = __halves2half2(scaled_value<K>(s, kCodebook),
+                                                    scaled_value<K>(s + 1, kCodebook));
                 }
     }
 
@@ -83,7 +100,7 @@ class Engine {
 #pragma unroll
         for (int c = 0; c < G::CB; c += kAlongC) {
             __align__(16) Cost cost[kWide];
-            const Cost* from = in + G::shared_index((c0_ + c) * G::L + oh(group * kOh));
+            const Cost* from = in + (c0_ + c) * G::L + G::shared_index(oh(group * kOh));
             if constexpr (kWide == 4)
                 *reinterpret_cast<uint4*>(cost) = *reinterpret_cast<const uint4*>(from);
             else if constexpr (kWide == 2)
@@ -112,18 +129,35 @@ class Engine {
                 out[o] = __hmin2(out[o], __shfl_xor_sync(0xffffffffu, out[o], distance));
     }
 
-    __device__ static void store(const Cost (&out)[kOut], Cost* to) {
+    __device__ static void store(const Cost (&out)[kOut], Cost* next, int node) {
         if constexpr (kOut % 4 == 0) {
 #pragma unroll
             for (int i = 0; i < kOut; i += 4) {
                 __align__(16) Cost four[4] = {out[i], out[i + 1], out[i + 2], out[i + 3]};
-                *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(four);
+                *reinterpret_cast<uint4*>(next + G::shared_index(node + i)) =
+                    *reinterpret_cast<const uint4*>(four);
             }
         } else {
             static_assert(kOut == 2);
             __align__(8) Cost two[2] = {out[0], out[1]};
-            *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(two);
+            *reinterpret_cast<uint2*>(next + node) = *reinterpret_cast<const uint2*>(two);
         }
+    }
+
+    // Least cost of all nodes, tile by tile. Rare, so that its two barriers do not matter.
+    __device__ static Cost least_cost(const Cost (&out)[kOut]) {
+        __shared__ Cost of_warp[kThreads / 32];
+        Cost best = out[0];
+#pragma unroll
+        for (int o = 1; o < kOut; ++o) best = __hmin2(best, out[o]);
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2)
+            best = __hmin2(best, __shfl_xor_sync(0xffffffffu, best, distance));
+        __syncthreads();  // of an earlier call
+        if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
+        __syncthreads();
+        for (const Cost& other : of_warp) best = __hmin2(best, other);
+        return best;
     }
 };
 
@@ -139,7 +173,8 @@ class Engine<1> {
         with_codebook(codebook, [&](auto fixed) { fill<decltype(fixed)::value>(); });
     }
 
-    __device__ void step(const Cost* in, Cost* next, Cost* slot, __half2 w, bool renorm) {
+    template <class Keep>
+    __device__ void step(const Cost* in, Cost* next, __half2 w, Renorm renorm, Keep&& keep) {
         const __half2 base = __half2half2(in[0]);
 #pragma unroll
         for (int group = 0; group < 4; ++group) {
@@ -156,7 +191,7 @@ class Engine<1> {
                     const int i = (group * 4 + h) * 4 + ol;
                     best[ol] = __hmin2(branch(values_[i], w, cost[0][h]),
                                        branch(values_[i + 2], w, cost[1][h]));
-                    if (renorm) best[ol] = __hsub2(best[ol], base);
+                    if (renorm.first) best[ol] = __hsub2(best[ol], base);
                 }
                 out[2 * h] = __lows2half2(best[0], best[1]);
                 out[2 * h + 1] = __highs2half2(best[0], best[1]);
@@ -166,12 +201,11 @@ class Engine<1> {
             for (int i = 0; i < 2; ++i)
                 *reinterpret_cast<uint4*>(next + node + 8 * i) =
                     *reinterpret_cast<const uint4*>(out + 4 * i);
-            if (slot)
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    slot[G::history_index(node + 2 * i)] = __low2half(out[i]);
-                    slot[G::history_index(node + 2 * i + 1)] = __high2half(out[i]);
-                }
+            for (int i = 0; i < 8; ++i) {
+                keep(node + 2 * i, __low2half(out[i]));
+                keep(node + 2 * i + 1, __high2half(out[i]));
+            }
         }
     }
 
@@ -184,8 +218,8 @@ class Engine<1> {
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
             const uint32_t s = (i / 2 % 2) << 15 | oh(i / 4) << 1 | (i % 2);
-            values_[i] = __halves2half2(codebook_value(s, kCodebook),
-                                        codebook_value(s + 2, kCodebook));
+            values_[i] =
+                __halves2half2(scaled_value<1>(s, kCodebook), scaled_value<1>(s + 2, kCodebook));
         }
     }
 

@@ -10,8 +10,9 @@
 // memory (4 KB a tile and step at K=4, about 1 TB/s over a whole H200).
 //
 // The free pass starts with all costs 0 at position 256 - kWarmup and runs on through position 0
-// to 255; a forced pass starts at position 0 from one node. Costs are float16; every kRenorm steps
-// the cost of node 0 is taken off all of them, which keeps them small and changes no decision.
+// to 255. A forced pass starts at position 0 from one node and replaces the first kForcedSteps
+// positions of the history: further on its costs differ from the free ones by little more than a
+// constant.
 
 #pragma once
 
@@ -21,7 +22,7 @@ namespace exl3::search {
 
 struct ForwardArgs {
     const float* tiles;      // (count, 256)
-    __half* history;         // (blocks, Layout::kHistory)
+    __half* history;         // (count / kTiles, Layout::kHistory)
     const int32_t* order;    // forced pass: numbers of the tiles to search
     const int32_t* n_order;  // forced pass: how many they are
     const int32_t* roots;    // forced pass: start node of each tile, by tile number
@@ -29,11 +30,20 @@ struct ForwardArgs {
     int codebook;
 };
 
-__device__ __forceinline__ void set(__half& to, const float (&from)[2]) {
-    to = __float2half_rn(from[0]);
+__device__ __forceinline__ void set(__half& to, float first, float) {
+    to = __float2half_rn(first);
 }
-__device__ __forceinline__ void set(__half2& to, const float (&from)[2]) {
-    to = __floats2half2_rn(from[0], from[1]);
+__device__ __forceinline__ void set(__half2& to, float first, float second) {
+    to = __floats2half2_rn(first, second);
+}
+__device__ __forceinline__ __half first_of(__half cost) { return cost; }
+__device__ __forceinline__ __half first_of(__half2 cost) { return __low2half(cost); }
+
+// Where a tile's costs are kept: cost of history index i at [i * kTiles].
+template <int K>
+__device__ __forceinline__ __half* history_of(__half* history, int tile) {
+    using G = Layout<K>;
+    return history + tile / G::kTiles * G::kHistory + tile % G::kTiles;
 }
 
 template <int K, bool kForced>
@@ -46,33 +56,53 @@ __global__ void __launch_bounds__(kThreads, 1) forward(ForwardArgs args) {
     const int total = kForced ? *args.n_order : args.count;
     const int first = blockIdx.x * G::kTiles;
     if (first >= total) return;
-    int tile[2];
-    for (int i = 0; i < 2; ++i) {  // a missing second tile is the first again
-        const int index = min(first + (G::kTiles == 2 ? i : 0), total - 1);
-        tile[i] = kForced ? args.order[index] : index;
-    }
+    const int second = min(first + G::kTiles - 1, total - 1);  // a missing one is the first again
+    const int tile_a = kForced ? args.order[first] : first;
+    const int tile_b = kForced ? args.order[second] : second;
     if (threadIdx.x < 256)
-        weights[threadIdx.x] =
-            __halves2half2(target(args.tiles[int64_t(tile[0]) * 256 + threadIdx.x]),
-                           target(args.tiles[int64_t(tile[1]) * 256 + threadIdx.x]));
-    Cost* history = reinterpret_cast<Cost*>(args.history + blockIdx.x * G::kHistory);
-    Cost* in = reinterpret_cast<Cost*>(shared);
-    Cost* next = in + G::kPadded;
-    for (int node = threadIdx.x; node < G::kNodes; node += kThreads) {
-        float start[2] = {0.0f, 0.0f};
-        if (kForced)
-            for (int i = 0; i < 2; ++i)
-                start[i] = node == args.roots[tile[i]] ? 0.0f : kForbidden;
-        set(in[G::shared_index(node)], start);
-        if (kForced) set(history[G::history_index(node)], start);
-    }
+        weights[threadIdx.x] = __halves2half2(
+            scaled_target<K>(args.tiles[int64_t(tile_a) * 256 + threadIdx.x]),
+            scaled_target<K>(args.tiles[int64_t(tile_b) * 256 + threadIdx.x]));
     Engine<K> engine(threadIdx.x, args.codebook);
+
+    // In the free pass the block's tiles are neighbours and their costs go out as one word.
+    __half* const history_a = history_of<K>(args.history, tile_a);
+    __half* const history_b = history_of<K>(args.history, tile_b);
+    const auto keep = [&](int slot, int node, Cost cost) {
+        const int64_t at = int64_t(slot) * G::kNodes + G::history_index(node);
+        if constexpr (!kForced) {
+            reinterpret_cast<Cost*>(history_a)[at] = cost;
+        } else {
+            history_a[at * G::kTiles] = first_of(cost);
+            if constexpr (G::kTiles == 2) history_b[at * 2] = __high2half(cost);
+        }
+    };
+    Cost* in = reinterpret_cast<Cost*>(shared);
+    Cost* next = in + G::kNodes;
+    for (int node = threadIdx.x; node < G::kNodes; node += kThreads) {
+        Cost start;
+        set(start, kForced && node != args.roots[tile_a] ? kForbidden : 0.0f,
+            kForced && node != args.roots[tile_b] ? kForbidden : 0.0f);
+        in[G::shared_index(node)] = start;
+        if constexpr (kForced) keep(0, node, start);
+    }
     __syncthreads();
 
-    for (int t = kForced ? 0 : -kWarmup; t < 256; ++t) {
-        const bool keep = t >= -1 && (t + 1) % G::kHop == 0;
-        Cost* slot = keep ? history + int64_t((t + 1) / G::kHop) * G::kNodes : nullptr;
-        engine.step(in, next, slot, weights[t & 255], (t & (kRenorm - 1)) == kRenorm - 1);
+    for (int t = kForced ? 0 : -kWarmup; t < (kForced ? G::kForcedSteps : 256); ++t) {
+        const int slot = t >= -1 && (t + 1) % G::kHop == 0 ? (t + 1) / G::kHop : -1;
+        // In a forced pass not before every node has been reached: node 0 may be forbidden.
+        Renorm renorm{};
+        if (!kForced || t >= 16) {
+            renorm.first = (t & (G::kRenorm - 1)) == G::kRenorm - 1;
+            if constexpr (G::kFar > 0) {
+                renorm.least_a = fabsf(__low2float(weights[t & 255])) > G::kFar * G::kScale;
+                renorm.least_b = fabsf(__high2float(weights[t & 255])) > G::kFar * G::kScale;
+            }
+        }
+        engine.step(in, next, weights[t & 255], renorm,
+                    [&](int node, Cost cost) {
+                        if (slot >= 0) keep(slot, node, cost);
+                    });
         __syncthreads();
         Cost* swap = in;
         in = next;

@@ -26,7 +26,6 @@ cudaError_t quantize_tiles_k(const Job& job, cudaStream_t stream) {
     const TraceArgs back{job.tiles, history,    order,      n_order,     roots,
                          job.values, job.states, job.count, job.codebook};
     const int blocks = (job.count + G::kTiles - 1) / G::kTiles;
-    const int trace_blocks = (job.count + kTraceWarps - 1) / kTraceWarps;
 
     // Idempotent and cheap; a static flag would have to be kept per device.
     for (auto* kernel : {forward<K, false>, forward<K, true>}) {
@@ -35,10 +34,10 @@ cudaError_t quantize_tiles_k(const Job& job, cudaStream_t stream) {
         if (status != cudaSuccess) return status;
     }
     forward<K, false><<<blocks, kThreads, G::kSharedBytes, stream>>>(search);
-    trace<K, false><<<trace_blocks, kTraceWarps * 32, 0, stream>>>(back);
+    trace<K, false><<<job.count, kTraceThreads, 0, stream>>>(back);
     collect_open<<<1, 1024, 0, stream>>>(roots, job.count, order, n_order);
     forward<K, true><<<blocks, kThreads, G::kSharedBytes, stream>>>(search);
-    trace<K, true><<<trace_blocks, kTraceWarps * 32, 0, stream>>>(back);
+    trace<K, true><<<job.count, kTraceThreads, 0, stream>>>(back);
     return cudaGetLastError();
 }
 

@@ -21,8 +21,6 @@ namespace exl3::search {
 
 inline constexpr int kThreads = 512;
 inline constexpr int kWarmup = 96;  // steps before position 0 whose only product is the first costs
-inline constexpr int kRenorm = 16;  // steps between subtractions of a common cost
-inline constexpr float kClamp = 16.0f;      // beyond it every codebook value is equally wrong
 inline constexpr float kForbidden = 30000;  // cost of a start node that a forced pass excludes
 
 template <int K>
@@ -41,26 +39,42 @@ struct Layout {
     static constexpr int kTiles = K == 1 ? 1 : 2;
 
     // Cost vectors are kept every kHop steps, and the branches of a hop are found again from the
-    // vector before it: H*K bits, so up to 256 paths, one coalesced read.
+    // vector before it: H*K bits, so up to 256 paths.
     static constexpr int kHop = K == 1 ? 8 : K == 2 ? 4 : K <= 4 ? 2 : 1;
     static constexpr int kHopBits = kHop * K;
     static constexpr int kLowBits = 16 - K - kHopBits;
     static constexpr int kSlots = 256 / kHop + 1;  // slot 0: the costs before position 0
-
-    // 16 bytes of padding keep the 16-byte stores of neighbouring threads off each other's banks.
-    static constexpr int kPadEvery = K == 2 || K == 3 ? 16 : K == 4 ? 32 : 0;
-    static constexpr int kPadded = kNodes + (kPadEvery ? kNodes / kPadEvery * 4 : 0);
-    static constexpr int kSharedBytes = K == 1 ? 2 * kNodes * 2 : 2 * kPadded * 4;
-
-    // History index of a node: the paths into one node of the next kept vector lie side by side.
-    __device__ static constexpr int history_index(int node) {
-        return (node & ((1 << kLowBits) - 1)) << kHopBits | node >> kLowBits;
-    }
-    __device__ static constexpr int shared_index(int node) {
-        return kPadEvery ? node + node / (kPadEvery ? kPadEvery : 1) * 4 : node;
-    }
     // Half-precision costs of one block's history.
     static constexpr int64_t kHistory = int64_t(kSlots) * kNodes * kTiles;
+    // History index of a node. Up to 4 bits the in-nodes of a hop lie side by side, one coalesced
+    // read; with more, writing whole rows matters more than reading at most 256 words.
+    static constexpr bool kSideBySide = K <= 4;
+    __device__ static constexpr int history_index(int node) {
+        if (!kSideBySide) return node;
+        return (node & ((1 << kLowBits) - 1)) << kHopBits | node >> kLowBits;
+    }
+
+    // Costs in shared memory, in units of four words: the units of eight neighbours are swapped so
+    // that the wide stores of eight threads, 64 (K=2, 3) or 32 (K=4) bytes apart, miss each other's
+    // banks. Only bits of oh take part, so branch c of a node is L words further on.
+    static constexpr int kSwizzle = K == 2 || K == 3 ? 3 : K == 4 ? 1 : 0;
+    static constexpr int kSharedBytes = K == 1 ? 2 * kNodes * 2 : 2 * kNodes * 4;
+    __device__ static constexpr int shared_index(int node) {
+        return node ^ (node >> 5 & kSwizzle) << 2;
+    }
+
+    // From 6 bits on squared errors sink to float16's subnormal range, so everything is scaled up.
+    // Targets beyond the clamp are equally far from every codebook value, and must not overflow.
+    static constexpr float kScale = K >= 6 ? 8.0f : 1.0f;
+    static constexpr float kClamp = K >= 6 ? 5.0f : 16.0f;
+    // Every kRenorm steps the cost of node 0 is taken off all costs, to keep float16 small. A target
+    // beyond nearly all codebook values raises all costs at once, and that would drown the small
+    // differences of the higher rates: there the least cost is taken off at once.
+    static constexpr int kRenorm = 16;
+    static constexpr float kFar = K >= 5 ? 3.0f : 0.0f;  // 0: never
+
+    // Positions from 0 that a forced pass searches again.
+    static constexpr int kForcedSteps = K == 1 ? 96 : K <= 3 ? 64 : 32;
 };
 
 __device__ __forceinline__ __half codebook_value(uint32_t state, int codebook) {
@@ -90,9 +104,16 @@ __device__ __forceinline__ void with_codebook(int codebook, F&& f) {
         f(Constant<kInst3>{});
 }
 
-// NaN becomes a finite number too: fmin and fmax return their other argument.
-__device__ __forceinline__ __half target(float w) {
-    return __float2half_rn(fmaxf(fminf(w, kClamp), -kClamp));
+// Codebook value and target weight as the search of K bits sees them. NaN becomes a finite number
+// too: fmin and fmax return their other argument.
+template <int K>
+__device__ __forceinline__ __half scaled_value(uint32_t state, int codebook) {
+    return __hmul(codebook_value(state, codebook), __float2half_rn(Layout<K>::kScale));  // exact
+}
+template <int K>
+__device__ __forceinline__ __half scaled_target(float w) {
+    constexpr float kClamp = Layout<K>::kClamp;
+    return __float2half_rn(fmaxf(fminf(w, kClamp), -kClamp) * Layout<K>::kScale);
 }
 
 }  // namespace exl3::search
