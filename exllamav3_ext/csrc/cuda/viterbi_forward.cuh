@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward(ForwardArgs args) {
     }
     __syncthreads();
 
-    for (int t = kForced ? 0 : -kWarmup; t < (kForced ? G::kForcedSteps : 256); ++t) {
+    for (int t = kForced ? 0 : -G::kWarmup; t < (kForced ? G::kForcedSteps : 256); ++t) {
         const int slot = t >= -1 && (t + 1) % G::kHop == 0 ? (t + 1) / G::kHop : -1;
         // In a forced pass not before every node has been reached: node 0 may be forbidden.
         Renorm renorm{};

@@ -20,7 +20,6 @@
 namespace exl3::search {
 
 inline constexpr int kThreads = 512;
-inline constexpr int kWarmup = 96;  // steps before position 0 whose only product is the first costs
 inline constexpr float kForbidden = 30000;  // cost of a start node that a forced pass excludes
 
 template <int K>
@@ -74,7 +73,9 @@ struct Layout {
     static constexpr float kFar = K >= 5 ? 3.0f : 0.0f;  // 0: never
 
     // Positions from 0 that a forced pass searches again.
-    static constexpr int kForcedSteps = K == 1 ? 96 : K <= 3 ? 64 : 32;
+    static constexpr int kForcedSteps = K == 1 ? 256 : K <= 3 ? 64 : 32;
+    // Steps before position 0 whose only product is the first costs.
+    static constexpr int kWarmup = K == 1 ? 128 : 96;
 };
 
 __device__ __forceinline__ __half codebook_value(uint32_t state, int codebook) {
@@ -104,8 +105,7 @@ __device__ __forceinline__ void with_codebook(int codebook, F&& f) {
         f(Constant<kInst3>{});
 }
 
-// Codebook value and target weight as the search of K bits sees them. NaN becomes a finite number
-// too: fmin and fmax return their other argument.
+// Codebook value and target weight as the search of K bits sees them. NaN counts as 0.
 template <int K>
 __device__ __forceinline__ __half scaled_value(uint32_t state, int codebook) {
     return __hmul(codebook_value(state, codebook), __float2half_rn(Layout<K>::kScale));  // exact
@@ -113,7 +113,8 @@ __device__ __forceinline__ __half scaled_value(uint32_t state, int codebook) {
 template <int K>
 __device__ __forceinline__ __half scaled_target(float w) {
     constexpr float kClamp = Layout<K>::kClamp;
-    return __float2half_rn(fmaxf(fminf(w, kClamp), -kClamp) * Layout<K>::kScale);
+    const float clamped = w == w ? fmaxf(fminf(w, kClamp), -kClamp) : 0.0f;
+    return __float2half_rn(clamped * Layout<K>::kScale);
 }
 
 }  // namespace exl3::search
