@@ -78,13 +78,13 @@ def to_stored_scales(su_K: Tensor, sv_N: Tensor, exponent: int) -> tuple[Tensor,
     Raises:
         FormatError: the weight is too large or too small for any pair of float16 scales.
     """
-    su64_K = torch.ldexp(su_K.to(torch.float64), torch.tensor(exponent))
+    su64_K = su_K.to(torch.float64) * 2.0**exponent
     sv64_N = sv_N.to(torch.float64)
     shift = _shift(su64_K, sv64_N)
     sides = []
     for name, side in (
-        ("suh", torch.ldexp(su64_K, torch.tensor(shift))),
-        ("svh", torch.ldexp(sv64_N, torch.tensor(-shift))),
+        ("suh", su64_K * 2.0**shift),
+        ("svh", sv64_N * 2.0**-shift),
     ):
         stored = side.to(torch.float16)
         lost = torch.linalg.vector_norm(stored.to(torch.float64) - side)

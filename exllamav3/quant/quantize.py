@@ -115,7 +115,7 @@ def _quantize(
     suh_K, svh_N = to_stored_scales(su_K, sv_N, exponent)
     tensor = Exl3Tensor(trellis, suh_K, svh_N, settings.codebook, bias_N)
 
-    stored_su_K = torch.ldexp(suh_K.to(torch.float64), torch.tensor(-exponent)).float()
+    stored_su_K = (suh_K.to(torch.float64) * 2.0**-exponent).float()
     proxy_error, rmse = weight_errors(
         weight_KN, inner_KN, stored_su_K, svh_N, None if hessian is None else hessian.matrix
     )
