@@ -72,6 +72,9 @@ def test_a_missing_or_misshapen_or_not_bf16_source_weight_is_refused(name):
 
 def test_partial_biases_are_refused():
     message = source_refused({f"{L3}.q_proj.bias": TensorMeta((512,), "BF16")})
+    assert (
+        f'"{L3}.q_proj.bias" exist without "{L3}.k_proj.bias", "{L3}.v_proj.bias", exp' in message
+    )
     assert "expected all three biases or none" in message
     assert "expected all three" in source_refused({f"{L3}.v_proj.bias": None}, bias=True)
 
