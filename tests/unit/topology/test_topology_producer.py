@@ -203,6 +203,7 @@ QKV3, Q11 = f"{L3}.qkv_proj", f"{L11}.q_proj"
         (lambda s: s.pop(QKV3), f'entry "{QKV3}" is missing'),
         (lambda s: s.update({f"{L3}.q_proj": {}}), f'entry "{L3}.q_proj" is superfluous'),
         (lambda s: s.update({f"{L7}.qkv_proj": {}}), f'entry "{L7}.qkv_proj" is superfluous'),
+        (lambda s: s.update({f"{L3}.q_proj.x": {}}), f'entry "{L3}.q_proj.x" is superfluous'),
         (lambda s: s.update({Q11: 1}), "the value is 1, expected an object"),
         (lambda s: s[Q11].pop("codebook"), "codebook is missing"),
         (lambda s: s[Q11].update(codebook="mcg"), 'codebook is "mcg", expected "mul1"'),
