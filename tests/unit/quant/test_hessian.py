@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quant_material import correlated_rows
 
 from exllamav3.errors import FormatError
 from exllamav3.quant import HessianAccumulator, make_hessian
 from exllamav3.quant.hessian import random_signs
-from tests.unit.quant.conftest import correlated_rows
 
 
 def accumulate(*batches: torch.Tensor, width: int = 128) -> HessianAccumulator:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quant_material import correlated_rows
 
 from exllamav3.errors import ConversionError
 from exllamav3.quant.ldl import block_ldl
-from tests.unit.quant.conftest import correlated_rows
 
 
 def metric(k: int, seed: int) -> torch.Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quant_material import GRID, correlated_rows
 
 from exllamav3.codec.params import Codebook
 from exllamav3.codec.tiles import matrix_from_tiles
 from exllamav3.quant.ldl import block_ldl
 from exllamav3.quant.ldlq import quantize_with_feedback, quantize_without_feedback
-from tests.unit.quant.conftest import GRID, correlated_rows
 
 MUL1 = Codebook.MUL1
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quant_material import correlated_rows, uneven_weight
 
 from exllamav3.quant import make_hessian
 from exllamav3.quant.hessian import random_signs
 from exllamav3.quant.regularize import REGULAR_STD, regularize
 from exllamav3.quant.rotation import hadamard_matrix, rotate_columns, rotate_rows
-from tests.unit.quant.conftest import correlated_rows, uneven_weight
 
 EVERYTHING = slice(0, None)
 
@@ -89,7 +89,9 @@ def test_zero_rows_and_columns_are_found_and_do_not_disturb_the_others():
     weight[:, 100:128] = 0
     scales, hessian = make(weight)
     assert torch.equal(scales.zero_rows_K, torch.arange(256) >= 200)
-    assert torch.equal(scales.zero_columns_N, (torch.arange(256) >= 100) & (torch.arange(256) < 128))
+    assert torch.equal(
+        scales.zero_columns_N, (torch.arange(256) >= 100) & (torch.arange(256) < 128)
+    )
     regular = scales.forward(weight, EVERYTHING)
     assert regular.isfinite().all()
     rows = regular.reshape(2, 128, 256).square().mean(dim=(1, 2)).sqrt()
