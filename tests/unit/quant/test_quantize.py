@@ -84,7 +84,7 @@ def test_feedback_is_better_than_the_fallback_under_the_metric():
     assert report.proxy_error < 0.8 * proxy_in_float64(weight, plain, hessian)
     assert plain_report.proxy_error is None
     assert plain_report.fallback
-    assert plain_report.rmse == pytest.approx(0.066, abs=0.01)  # sqrt(0.0044)
+    assert plain_report.rmse < 0.066  # sqrt(0.0044), what a Gaussian source allows
     assert fed.trellis_IOW.shape == plain.trellis_IOW.shape
 
 
