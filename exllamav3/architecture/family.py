@@ -105,13 +105,26 @@ def _attention(config: Config, family: Family) -> tuple[QkvGeometry, bool]:
         raise FormatError(
             f"{text.where}.num_key_value_heads: {kv_heads} does not divide the {heads} heads"
         )
-    head_dim = text.integer("head_dim", family.head_dim or config.hidden_size // heads)
+    head_dim = _head_dim(config, family, heads)
     stated = text.flag("attention_bias", False)
     bias = stated if family.qkv_bias is None else family.qkv_bias
     geometry = QkvGeometry(
         config.hidden_size, heads, kv_heads, head_dim, gated=family.gated, bias=bias
     )
     return geometry, stated and family.qkv_bias is None
+
+
+def _head_dim(config: Config, family: Family, heads: int) -> int:
+    """As stated, else the family's, else an even share of the hidden size."""
+    text = config.text
+    if text.has("head_dim") or family.head_dim is not None:
+        return text.integer("head_dim", family.head_dim)
+    if config.hidden_size % heads:
+        raise FormatError(
+            f"{text.where}.head_dim: missing, and hidden_size {config.hidden_size} is no multiple "
+            f"of the {heads} heads; state it"
+        )
+    return config.hidden_size // heads
 
 
 def _layer_types(text: Fields, layers: int, family: Family) -> tuple[str, ...]:

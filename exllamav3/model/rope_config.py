@@ -111,6 +111,11 @@ def _older(text: Fields) -> dict[str, Any]:
 def _one_type_key(fields: Fields) -> dict[str, Any]:
     """The object without nulls, its type under `rope_type` (older files say `type`)."""
     obj = {key: value for key, value in fields.obj.items() if value is not None}
+    for key, value in obj.items():
+        if isinstance(value, dict):
+            raise UnsupportedError(
+                f"{fields.where}.{key}: rotary settings for each kind of layer are not implemented"
+            )
     older = obj.pop("type", None)
     if older is not None and obj.setdefault("rope_type", older) != older:
         raise FormatError(

@@ -115,7 +115,8 @@ class Linear(Module):
             weight, _ = read_weight(source, f"{self.key}.weight", shape, "weight")
         if self.alt_key and source.has(f"{self.alt_key}.weight"):
             shared, _ = read_weight(source, f"{self.alt_key}.weight", shape, "weight")
-            if weight is not None and not torch.equal(weight, shared):
+            # A head written by a converter is float16 where its embedding is BF16.
+            if weight is not None and not torch.equal(weight.half(), shared.half()):
                 raise FormatError(
                     f"{self.key}.weight: differs from {self.alt_key}.weight, but "
                     f'config.json says "tie_word_embeddings": true; set it to false to use the '

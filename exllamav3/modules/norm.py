@@ -26,6 +26,7 @@ class RMSNorm(Module):
         super().__init__(key)
         self.size, self.eps, self.offset = size, eps, offset
         self.weight: Tensor | None = None
+        self._scale: Tensor | None = None  # weight + offset, made once
         self._stored_dtype = torch.float32
 
     def own_names(self, names: Collection[str]) -> tuple[str, ...]:
@@ -38,10 +39,11 @@ class RMSNorm(Module):
             source, f"{self.key}.weight", (self.size,), "norm weight"
         )
         self.weight = weight.to(self.device, torch.float32)
+        self._scale = self.weight + self.offset
 
     def unload_own(self) -> None:
         """Drop the weight."""
-        self.weight = None
+        self.weight = self._scale = None
 
     def get_tensors(self) -> dict[str, Tensor]:
         """The weight in the dtype it came in; exact, because float32 holds every BF16 and F16."""
@@ -54,9 +56,7 @@ class RMSNorm(Module):
 
     def scaled(self, x: Tensor) -> Tensor:
         """The norm of `(..., size)` in float32, before the cast to the activation dtype."""
-        assert self.weight is not None
-        scale = self.weight + self.offset if self.offset else self.weight
-        return F.rms_norm(x.float(), (self.size,), scale, self.eps)
+        return F.rms_norm(x.float(), (self.size,), self._scale, self.eps)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`(..., size)` of any float dtype to the activation dtype."""

@@ -102,6 +102,10 @@ def test_experts_are_refused_and_dense_qwen3_next_is_read():
         ({"layer_types": ["full_attention"]}, "lists 1 layers, num_hidden_layers is 2"),
         ({"num_key_value_heads": 3}, "3 does not divide the 2 heads"),
         ({"hidden_size": None}, "hidden_size: missing"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 1},
+            "head_dim: missing, and hidden_size 128",
+        ),
         ({"intermediate_size": 0}, "intermediate_size: is 0"),
     ],
 )

@@ -71,6 +71,11 @@ def test_an_unknown_type_is_refused(name):
         read(rope_parameters={"rope_type": name, "rope_theta": 1e4})
 
 
+def test_settings_for_each_kind_of_layer_are_refused():
+    with pytest.raises(UnsupportedError, match=r"rope_parameters\.full_attention"):
+        read(rope_parameters={"full_attention": {"rope_type": "yarn", "factor": 2.0}})
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [

@@ -135,6 +135,11 @@ class TestTiedHead:
         head = self.head({"embed.weight": table, "lm_head.weight": table.clone()})
         assert torch.equal(head.weight, table)
 
+    def test_a_head_in_float16_equals_its_embedding_in_bf16(self):
+        table = torch.randn(6, 8).bfloat16()
+        head = self.head({"embed.weight": table, "lm_head.weight": table.half()})
+        assert torch.equal(head.weight, table.float())
+
     def test_another_head_tensor_is_a_contradiction(self):
         with pytest.raises(FormatError, match="tie_word_embeddings"):
             self.head({"embed.weight": torch.ones(6, 8), "lm_head.weight": torch.zeros(6, 8)})
