@@ -18,9 +18,17 @@ _PUBLIC = {
     "Tokenizer": "exllamav3.tokenizer.tokenizer",
     "Generator": "exllamav3.generator.generator",
     "Job": "exllamav3.generator.job",
+    "ArgmaxSampler": "exllamav3.generator.sampler",
+    "CategoricalSampler": "exllamav3.generator.sampler",
+    "ComboSampler": "exllamav3.generator.sampler",
+    "CustomSampler": "exllamav3.generator.sampler",
+    "DefaultSampler": "exllamav3.generator.sampler",
+    "GreedySampler": "exllamav3.generator.sampler",
+    "TopKSampler": "exllamav3.generator.sampler",
+    "TopPSampler": "exllamav3.generator.sampler",
 }
 
-__all__ = ["Cache", "Config", "Generator", "Job", "Model", "Tokenizer", "__version__"]
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604 (the names come from __getattr__)
 
 
 def __getattr__(name: str) -> Any:

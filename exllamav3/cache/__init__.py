@@ -2,5 +2,6 @@
 
 from exllamav3.cache.cache import Cache, Sequence
 from exllamav3.cache.pages import PAGE_SIZE
+from exllamav3.cache.placement import FixedBatch
 
-__all__ = ["PAGE_SIZE", "Cache", "Sequence"]
+__all__ = ["PAGE_SIZE", "Cache", "FixedBatch", "Sequence"]

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from exllamav3.cache.batch import BoundCache, Row
+from exllamav3.cache.batch import BoundCache
 from exllamav3.cache.kv import KvLayer, PlainKvLayer
 from exllamav3.cache.pages import PAGE_SIZE, PagePool, pages_for
+from exllamav3.cache.placement import FixedBatch, Row, page_table
 from exllamav3.cache.recurrent import RecurrentLayer
 from exllamav3.errors import FormatError
 from exllamav3.modules.context import KvSpec, RecurrentSpec
@@ -108,12 +109,40 @@ class Cache:
         self._pool.give_back(list(sequence.row.pages))
         self._free_slots.append(sequence.row.slot)
 
+    def fixed_batch(
+        self, sequences: list[Sequence], device: torch.device | str, read_tokens: int | None = None
+    ) -> FixedBatch:
+        """Prepare sequences for passes that a CUDA graph can be captured around.
+
+        Pass the result as `params["sequences"]`, with `cache_seqlens` on the device. Such passes
+        never look at a value: the caller keeps positions within the reservations.
+
+        Args:
+            sequences: handles from `new_sequence`.
+            device: of the model.
+            read_tokens: cached tokens that every pass attends over (the mask hides what is not
+                there yet); no position may reach it. Default: all that the longest one reserves.
+
+        Raises:
+            FormatError: `read_tokens` is not between 1 and what the longest sequence reserves.
+        """
+        rows = tuple(sequence.row for sequence in sequences)
+        slots = torch.tensor([row.slot for row in rows], dtype=torch.long, device=device)
+        longest = max(sequence.capacity for sequence in sequences)
+        read_tokens = longest if read_tokens is None else read_tokens
+        if not 1 <= read_tokens <= longest:
+            raise FormatError(
+                f"Cache: read_tokens is {read_tokens}, expected 1 to {longest}, the reservation of "
+                f"the longest sequence"
+            )
+        return FixedBatch(rows, page_table(rows).to(device), slots, read_tokens)
+
     def bind(self, params: Mapping[str, Any], batch: int) -> BoundCache:
         """The view for one forward pass; `modules.context.BindableCache` says when it is called.
 
         `params` describes the rows in one of three ways:
 
-        - `sequences`: a list of handles from `new_sequence`;
+        - `sequences`: a list of handles from `new_sequence`, or a `fixed_batch` of them;
         - `batch_shape`: `(batch, max_len)`, rows of equal room, reserved on first use and kept
           until another shape is asked for; a row starts anew with a token at position 0;
         - `block_table`: int `(batch, pages)` page numbers that the caller manages (models without
@@ -130,16 +159,22 @@ class Cache:
                 f"Cache: params hold {given or 'nothing'} to describe the rows of the batch, "
                 f'expected exactly one of "sequences", "batch_shape" and "block_table"'
             )
-        rows = {
-            "sequences": lambda: [sequence.row for sequence in params["sequences"]],
-            "batch_shape": lambda: [s.row for s in self._rectangular(*params["batch_shape"])],
-            "block_table": lambda: self._table_rows(params["block_table"]),
-        }[given[0]]()
-        if len(rows) != batch:
+        rows = self._rows(given[0], params[given[0]])
+        count = len(rows.rows if isinstance(rows, FixedBatch) else rows)
+        if count != batch:
             raise FormatError(
-                f"Cache: {given[0]} describes {len(rows)} rows, the token ids have {batch}"
+                f"Cache: {given[0]} describes {count} rows, the token ids have {batch}"
             )
-        return BoundCache(rows, self._kv_layer, self._recurrent_layer)
+        past = torch.as_tensor(params.get("cache_seqlens", params.get("past_len", 0)))
+        past_B = past.long().expand(batch) if past.device.type == "cpu" else None
+        return BoundCache(rows, past_B, self._kv_layer, self._recurrent_layer)
+
+    def _rows(self, key: str, value: Any) -> list[Row] | FixedBatch:
+        if key == "block_table":
+            return self._table_rows(value)
+        if isinstance(value, FixedBatch):
+            return value
+        return [s.row for s in (self._rectangular(*value) if key == "batch_shape" else value)]
 
     def _rectangular(self, batch: int, max_len: int) -> list[Sequence]:
         shape = (batch, pages_for(max_len))

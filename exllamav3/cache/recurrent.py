@@ -29,11 +29,12 @@ class RecurrentLayer:
 
     def read(self, slots_B: Tensor, is_new_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return the states of some sequences, zeros for the new ones."""
-        conv, delta = self._conv[slots_B], self._delta[slots_B]
         # Overwritten rather than multiplied by 0: an old state may hold NaN.
-        conv[is_new_B] = 0
-        delta[is_new_B] = 0
-        return conv, delta
+        is_new = is_new_B[:, None, None]
+        return (
+            self._conv[slots_B].masked_fill(is_new, 0),
+            self._delta[slots_B].masked_fill(is_new[..., None], 0),
+        )
 
     def write(self, slots_B: Tensor, conv: Tensor, delta: Tensor) -> None:
         """Store the states of some sequences."""

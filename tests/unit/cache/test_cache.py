@@ -68,6 +68,30 @@ def test_padded_rows_of_unequal_length_equal_each_row_alone():
         assert torch.allclose(after[r], alone[lengths[r] :], atol=1e-4)
 
 
+def test_a_fixed_batch_reads_a_constant_length_and_gives_the_same_logits():
+    model = FakeModel()
+    cache = Cache(model, max_num_tokens=2048)
+    lengths = torch.tensor([5, 290])
+    rows = [random_ids(int(n) + 6, seed) for seed, n in enumerate(lengths)]
+    sequences = [cache.new_sequence(row.shape[1]) for row in rows]
+    for sequence, row, length in zip(sequences, rows, lengths, strict=True):
+        feed(model, cache, sequence, row[:, :length], 256)
+    batch = cache.fixed_batch(sequences, "cpu")
+    assert batch.read_tokens == 512
+    params = {"cache": cache, "sequences": batch, "cache_seqlens": lengths.clone()}
+    for step in range(6):
+        ids = torch.stack([row[0, n + step] for row, n in zip(rows, lengths, strict=True)])
+        logits = model.forward(ids[:, None], params)
+        for r, row in enumerate(rows):
+            alone = model.forward(row, {})[0, int(lengths[r]) + step]
+            assert torch.allclose(logits[r, 0], alone, atol=1e-4)
+        params["cache_seqlens"] += 1
+    with pytest.raises(FormatError, match="read_tokens is 600, expected 1 to 512"):
+        cache.fixed_batch(sequences, "cpu", read_tokens=600)
+    with pytest.raises(FormatError, match="takes no new_lengths"):
+        model.forward(ids[:, None], {**params, "new_lengths": torch.tensor([1, 1])})
+
+
 def test_a_rectangular_batch_needs_no_handles_and_starts_anew_at_position_zero():
     model, ids = FakeModel(), random_ids(40, batch=2)
     cache = Cache(model, max_num_tokens=1024)
