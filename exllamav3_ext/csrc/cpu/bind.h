@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
 #include <vector>
 
 #include "common.h"
@@ -19,6 +22,22 @@ inline int half_bits_of(const Tensor& trellis) {
                     "trellis: last dimension is ", last, ", expected 16 K with a rate K of EXL3");
     return int(last / 8);
 }
+
+// Working memory on a cache line: a 64-byte load that crosses lines costs two.
+class Scratch {
+  public:
+    explicit Scratch(int64_t floats)
+        : data_(static_cast<float*>(std::aligned_alloc(64, size_t(floats + 15) / 16 * 64 + 64))) {
+        STD_TORCH_CHECK(data_ != nullptr, "out of memory: ", floats, " floats of scratch");
+    }
+    float* data() const { return data_.get(); }
+
+  private:
+    struct Free {
+        void operator()(float* p) const { std::free(p); }
+    };
+    std::unique_ptr<float, Free> data_;
+};
 
 // A trellis whose tile rows may be apart, as in a slice of output columns.
 struct PackedWeight {
@@ -77,15 +96,6 @@ inline std::vector<float> scales(const Kernels& kernels, const Tensor& t, int64_
         std::copy(values, values + size, result.begin());
     }
     return result;
-}
-
-// 128 x 128, out of place, in squares of 16 that stay in cache.
-inline void transpose_block(const float* in, float* out) {
-    for (int a = 0; a < kBlock; a += kTile)
-        for (int b = 0; b < kBlock; b += kTile)
-            for (int i = 0; i < kTile; ++i)
-                for (int j = 0; j < kTile; ++j)
-                    out[(b + j) * kBlock + a + i] = in[(a + i) * kBlock + b + j];
 }
 
 }  // namespace exl3

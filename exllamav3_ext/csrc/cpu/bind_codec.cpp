@@ -47,25 +47,11 @@ Tensor unpack(const Tensor& trellis_in) {
         empty({trellis.size(0), trellis.size(1), kTileWeights}, ScalarType::Short, trellis);
     const auto* in = static_cast<const uint32_t*>(trellis.const_data_ptr());
     auto* out = static_cast<uint16_t*>(states.mutable_data_ptr());
+    const UnpackTiles unpack_tiles = active_kernels().unpack[half_bits];
     torch::stable::parallel_for(0, tiles, kGrain, [&](int64_t begin, int64_t end) {
-        for (int64_t tile = begin; tile < end; ++tile)
-            for (int t = 0; t < kTileWeights; ++t)
-                out[tile * kTileWeights + t] =
-                    uint16_t(state_at(in + tile * tile_words(half_bits), half_bits, t));
+        unpack_tiles(in + begin * tile_words(half_bits), end - begin, out + begin * kTileWeights);
     });
     return states;
-}
-
-// Decodes 16 input rows by 128 output columns, and lays them out as a matrix.
-void decode_strip(const PackedWeight& weight, DecodeTiles decode, int64_t row_tile, int64_t block,
-                  float* values, float* matrix, int64_t matrix_stride) {
-    constexpr int64_t tiles = kBlock / kTile;
-    decode(weight.tile(row_tile, block * tiles), weight.tile_words, tiles, values);
-    for (int64_t tile = 0; tile < tiles; ++tile)
-        for (int row = 0; row < kTile; ++row)
-            for (int col = 0; col < kTile; ++col)
-                matrix[row * matrix_stride + tile * kTile + col] =
-                    values[tile * kTileWeights + ring_position(row, col)];
 }
 
 Tensor decode(const Tensor& trellis, int64_t codebook) {
@@ -77,16 +63,14 @@ Tensor decode(const Tensor& trellis, int64_t codebook) {
     auto* out = static_cast<uint16_t*>(inner.mutable_data_ptr());
     const int64_t tiles = weight.k_tiles * weight.n_tiles;
     torch::stable::parallel_for(0, tiles, kGrain, [&](int64_t begin, int64_t end) {
-        float values[kTileWeights], row_values[kTile];
+        alignas(64) float values[kTileWeights], matrix[kTileWeights];
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t a = tile / weight.n_tiles, b = tile % weight.n_tiles;
             decode_tiles(weight.tile(a, b), 0, 1, values);
-            for (int row = 0; row < kTile; ++row) {
-                for (int col = 0; col < kTile; ++col)
-                    row_values[col] = values[ring_position(row, col)];
-                kernels.float_to_half(row_values, kTile,
+            kernels.tile_to_matrix(values, matrix, kTile);
+            for (int row = 0; row < kTile; ++row)
+                kernels.float_to_half(matrix + row * kTile, kTile,
                                       out + (a * kTile + row) * n + b * kTile);
-            }
         }
     });
     return inner;
@@ -96,34 +80,26 @@ Tensor reconstruct(const Tensor& trellis, const Tensor& suh, const Tensor& svh, 
                    ScalarType dtype) {
     const PackedWeight weight(trellis);
     const Kernels& kernels = active_kernels();
-    const DecodeTiles decode_tiles = decoder(kernels, weight.half_bits, codebook);
     const int64_t k = weight.k(), n = weight.n();
     STD_TORCH_CHECK(k % kBlock == 0 && n % kBlock == 0,
                     "reconstruct: k and n must be multiples of 128, got ", k, " and ", n);
     const std::vector<float> input_scale = scales(kernels, suh, k, "suh");
     const std::vector<float> output_scale = scales(kernels, svh, n, "svh");
     Tensor result = empty({k, n}, ScalarType::Float, trellis);
-    auto* out = static_cast<float*>(result.mutable_data_ptr());
-
-    // Blocks of 128 x 128 are independent: decode, rotate rows, rotate columns, scale.
+    ReconstructJob job{};
+    job.decode = decoder(kernels, weight.half_bits, codebook);
+    job.trellis = weight.words;
+    job.row_words = weight.row_words;
+    job.tile_words = weight.tile_words;
+    job.suh = input_scale.data();
+    job.svh = output_scale.data();
+    job.out = static_cast<float*>(result.mutable_data_ptr());
+    job.n = n;
     const int64_t n_blocks = n / kBlock, blocks = k / kBlock * n_blocks;
     torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-        std::vector<float> values(kBlock / kTile * kTileWeights);
-        std::vector<float> square(kBlock * kBlock), turned(kBlock * kBlock);
-        for (int64_t index = begin; index < end; ++index) {
-            const int64_t a = index / n_blocks * kBlock, b = index % n_blocks * kBlock;
-            for (int64_t tile = 0; tile < kBlock / kTile; ++tile)
-                decode_strip(weight, decode_tiles, a / kTile + tile, b / kBlock, values.data(),
-                             square.data() + tile * kTile * kBlock, kBlock);
-            kernels.hadamard(square.data(), kBlock);
-            transpose_block(square.data(), turned.data());
-            kernels.hadamard(turned.data(), kBlock);
-            transpose_block(turned.data(), square.data());
-            for (int64_t row = 0; row < kBlock; ++row)
-                for (int64_t col = 0; col < kBlock; ++col)
-                    out[(a + row) * n + b + col] =
-                        square[row * kBlock + col] * input_scale[a + row] * output_scale[b + col];
-        }
+        const Scratch scratch(kReconstructScratch);
+        for (int64_t block = begin; block < end; ++block)
+            kernels.reconstruct_block(job, block / n_blocks, block % n_blocks, scratch.data());
     });
     return as_dtype(result, dtype);
 }

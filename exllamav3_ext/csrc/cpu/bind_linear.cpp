@@ -1,5 +1,7 @@
 // The packed linear on the CPU: checks, the input transform, threads over blocks of 128 columns.
 
+#include <algorithm>
+
 #include "common.h"
 #include "cpu/bind.h"
 #include "cpu/kernels.h"
@@ -9,19 +11,16 @@ namespace exl3 {
 namespace {
 
 // Rows of x times suh, rotated, and arranged for linear_block.
-std::vector<float> transform_input(const Kernels& kernels, const float* x, int64_t rows, int64_t k,
-                                   const std::vector<float>& suh) {
-    const int64_t width = kernels.arranged_size(k);
-    std::vector<float> arranged(static_cast<size_t>(rows * width));
+void transform_input(const Kernels& kernels, const float* x, int64_t rows, int64_t k,
+                     const std::vector<float>& suh, float* arranged) {
     torch::stable::parallel_for(0, rows, 4, [&](int64_t begin, int64_t end) {
-        std::vector<float> row_values(static_cast<size_t>(k));
+        const Scratch row_values(k);
         for (int64_t row = begin; row < end; ++row) {
-            for (int64_t i = 0; i < k; ++i) row_values[i] = x[row * k + i] * suh[i];
+            for (int64_t i = 0; i < k; ++i) row_values.data()[i] = x[row * k + i] * suh[i];
             kernels.hadamard(row_values.data(), k / kBlock);
-            kernels.arrange_x(row_values.data(), k, arranged.data() + row * width);
+            kernels.arrange_x(row_values.data(), k, row, rows, arranged);
         }
     });
-    return arranged;
 }
 
 Tensor linear(const Tensor& x, const Tensor& trellis, const Tensor& suh, const Tensor& svh,
@@ -39,9 +38,8 @@ Tensor linear(const Tensor& x, const Tensor& trellis, const Tensor& suh, const T
 
     const Tensor input = torch::stable::contiguous(as_dtype(x, ScalarType::Float));
     const int64_t rows = input.numel() / k;
-    const std::vector<float> arranged =
-        transform_input(kernels, static_cast<const float*>(input.const_data_ptr()), rows, k,
-                        scales(kernels, suh, k, "suh"));
+    const auto* x_values = static_cast<const float*>(input.const_data_ptr());
+    const std::vector<float> input_scale = scales(kernels, suh, k, "suh");
 
     std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
     shape.back() = n;
@@ -52,18 +50,22 @@ Tensor linear(const Tensor& x, const Tensor& trellis, const Tensor& suh, const T
     job.row_words = weight.row_words;
     job.tile_words = weight.tile_words;
     job.k_tiles = weight.k_tiles;
-    job.rows = rows;
-    job.x = arranged.data();
     job.svh = output_scale.data();
     job.bias = bias ? bias_values.data() : nullptr;
-    job.y = static_cast<float*>(result.mutable_data_ptr());
     job.n = n;
-    if (rows > 0)
+    const Scratch arranged(kernels.arranged_size(k, std::min(kernels.linear_rows, rows)));
+    for (int64_t row = 0; row < rows; row += kernels.linear_rows) {
+        job.rows = std::min(kernels.linear_rows, rows - row);
+        transform_input(kernels, x_values + row * k, job.rows, k, input_scale,
+                        arranged.data());
+        job.x = arranged.data();
+        job.y = static_cast<float*>(result.mutable_data_ptr()) + row * n;
         torch::stable::parallel_for(0, n / kBlock, 1, [&](int64_t begin, int64_t end) {
-            std::vector<float> scratch(static_cast<size_t>(kernels.linear_scratch(rows)));
+            const Scratch scratch(kernels.linear_scratch(job.rows));
             for (int64_t block = begin; block < end; ++block)
                 kernels.linear_block(job, block, scratch.data());
         });
+    }
     return as_dtype(result, out_dtype);
 }
 

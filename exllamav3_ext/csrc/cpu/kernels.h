@@ -21,23 +21,49 @@ struct LinearJob {
     int64_t tile_words;
     int64_t k_tiles;
     int64_t rows;         // of x and y
-    const float* x;       // rows of transformed input, each arranged by arrange_x
+    const float* x;       // transformed input, arranged by arrange_x
     const float* svh;     // n
     const float* bias;    // n, or null
     float* y;             // rows x n
     int64_t n;
 };
 
+// One weight in the original basis, see reconstruct_impl.h; the fields are as above.
+struct ReconstructJob {
+    DecodeTiles decode;
+    const uint32_t* trellis;
+    int64_t row_words;
+    int64_t tile_words;
+    const float* suh;
+    const float* svh;
+    float* out;  // k x n
+    int64_t n;
+};
+inline constexpr int64_t kReconstructScratch = 128 * 128 + 8 * 256;  // floats
+
+// States of `count` tiles in a row, 256 each.
+using UnpackTiles = void (*)(const uint32_t* words, int64_t count, uint16_t* states);
+
 struct Kernels {
     // [half_bits][codebook]; null where the format has no such combination.
     DecodeTiles decode[17][3];
 
-    // y = scale * P x on consecutive blocks of 128, in place.
+    UnpackTiles unpack[17];  // [half_bits]
+
+    // One tile from ring order to rows of a matrix.
+    void (*tile_to_matrix)(const float* values, float* matrix, int64_t stride);
+    // The 128 x 128 block at (row_block, column_block).
+    void (*reconstruct_block)(const ReconstructJob& job, int64_t row_block, int64_t column_block,
+                              float* scratch);
+
+    // x = P x on consecutive blocks of 128, in place.
     void (*hadamard)(float* x, int64_t blocks);
 
-    // Floats that arrange_x writes for one row of k channels, and that function.
-    int64_t (*arranged_size)(int64_t k);
-    void (*arrange_x)(const float* x, int64_t k, float* arranged);
+    // Rows that linear_block should get at most: more would not stay in cache.
+    int64_t linear_rows;
+    // Floats of `rows` arranged rows of k channels; and the function that puts row `row` there.
+    int64_t (*arranged_size)(int64_t k, int64_t rows);
+    void (*arrange_x)(const float* x, int64_t k, int64_t row, int64_t rows, float* arranged);
 
     // Columns [128 block, 128 block + 128) of y. `scratch` holds linear_scratch(rows) floats.
     void (*linear_block)(const LinearJob& job, int64_t block, float* scratch);

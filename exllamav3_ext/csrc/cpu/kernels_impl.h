@@ -6,6 +6,8 @@
 #include "cpu/half.h"
 #include "cpu/kernels.h"
 #include "cpu/linear_impl.h"
+#include "cpu/reconstruct_impl.h"
+#include "cpu/unpack_impl.h"
 
 namespace exl3 {
 namespace {
@@ -32,7 +34,8 @@ void float_to_half_n(const float* in, int64_t count, uint16_t* out) {
 
 constexpr Kernels make_kernels() {
     Kernels kernels{};
-#define EXL3_RATE(half_bits)                                       \
+#define EXL3_RATE(half_bits)                                             \
+    kernels.unpack[half_bits] = unpack_tiles<half_bits>;                 \
     kernels.decode[half_bits][kInst3] = decode_tiles<half_bits, kInst3>; \
     kernels.decode[half_bits][kMcg] = decode_tiles<half_bits, kMcg>;     \
     kernels.decode[half_bits][kMul1] = decode_tiles<half_bits, kMul1>;
@@ -45,12 +48,18 @@ constexpr Kernels make_kernels() {
     EXL3_RATE(14)
     EXL3_RATE(16)
 #undef EXL3_RATE
+    kernels.unpack[3] = unpack_tiles<3>;
+    kernels.unpack[5] = unpack_tiles<5>;
+    kernels.unpack[7] = unpack_tiles<7>;
     kernels.decode[3][kMul1] = decode_tiles<3, kMul1>;  // half rates go with mul1 only
     kernels.decode[5][kMul1] = decode_tiles<5, kMul1>;
     kernels.decode[7][kMul1] = decode_tiles<7, kMul1>;
+    kernels.tile_to_matrix = tile_to_matrix;
+    kernels.reconstruct_block = reconstruct_block;
     kernels.hadamard = hadamard_blocks;
     kernels.arranged_size = arranged_size;
     kernels.arrange_x = arrange_x;
+    kernels.linear_rows = kPanelRows;
     kernels.linear_block = linear_block;
     kernels.linear_scratch = linear_scratch;
     kernels.delta_step = delta_step;
