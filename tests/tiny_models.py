@@ -181,14 +181,14 @@ def write_folder(folder: Path, config, tensors, *, shards=1, metadata=None, inde
     return folder
 
 
-def load_model(folder, **options):
-    """Load a folder on the CPU."""
+def load_model(folder, device="cpu", **options):
+    """Load a folder."""
     model = Model.from_config(Config.from_directory(folder))
-    model.load(device="cpu", **options)
+    model.load(device=device, **options)
     return model
 
 
 def relative_error(found, expected):
     """Relative Frobenius distance, in float64."""
-    difference = found.double() - expected.double()
-    return float(difference.norm() / expected.double().norm())
+    found, expected = found.double().cpu(), expected.double().cpu()
+    return float((found - expected).norm() / expected.norm())

@@ -13,9 +13,15 @@ CONFIGS = {
 
 
 @pytest.fixture(params=CONFIGS)
-def model(request, tmp_path):
+def model(request, tmp_path, device):
     config = CONFIGS[request.param]
-    return load_model(write_folder(tmp_path, config, random_tensors(config)))
+    return load_model(write_folder(tmp_path, config, random_tensors(config)), device)
+
+
+def assert_same(found, expected):
+    """Equal up to the order of sums: float32 on the CPU, float16 activations on a GPU."""
+    tolerance = 1e-4 if found.device.type == "cpu" else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def ids(rows, columns, seed=0):
@@ -31,7 +37,7 @@ def test_prefill_in_pieces_and_decode_equal_the_uncached_pass(model):
     for part in rows.split([200, 97, 1, 1, 1], dim=1):
         parts.append(model.forward(part, params | {"past_len": past}))
         past += part.shape[1]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+    assert_same(torch.cat(parts, 1), whole)
 
 
 def test_rows_of_unequal_length_equal_each_row_alone(model):
@@ -50,5 +56,5 @@ def test_rows_of_unequal_length_equal_each_row_alone(model):
     for row, length in enumerate(lengths):
         alone = torch.cat([rows[row, :length], following[row]])[None]
         expected = model.forward(alone)[0]
-        torch.testing.assert_close(first[row, 0], expected[-2], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(second[row, 0], expected[-1], rtol=1e-4, atol=1e-4)
+        assert_same(first[row, 0], expected[-2])
+        assert_same(second[row, 0], expected[-1])

@@ -18,9 +18,9 @@ QUANTIZED = {
 }
 
 
-def logits_and_reference(folder):
+def logits_and_reference(folder, device="cpu"):
     reference = load_file(f"{folder}.logits.safetensors")
-    logits = load_model(folder).forward(reference["input_ids"], {})
+    logits = load_model(folder, device).forward(reference["input_ids"], {}).cpu()
     assert logits.shape == reference["logits"].shape
     return logits, reference["logits"]
 
@@ -38,10 +38,17 @@ def test_the_trained_example_gives_the_logits_of_transformers(data_dir, example_
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_a_quantized_model_of_the_established_library_gives_its_logits(data_dir, name):
-    logits, reference = logits_and_reference(data_dir / "interop" / "quantized" / name)
+def test_a_quantized_model_of_the_established_library_gives_its_logits(data_dir, name, device):
+    logits, reference = logits_and_reference(data_dir / "interop" / "quantized" / name, device)
     assert relative_error(logits, reference) < QUANTIZED[name]
     assert int((logits.argmax(-1) == reference.argmax(-1)).sum()) >= 123  # of 128
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_unquantized_model_in_float16_on_a_gpu_stays_close_to_transformers(data_dir, name):
+    logits, reference = logits_and_reference(data_dir / "interop" / "source" / name, "cuda")
+    assert relative_error(logits, reference) < 1e-2
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

@@ -94,15 +94,17 @@ def test_each_pass_is_counted_under_the_route_it_took(fused):
     assert attention.routes == {"fused" if fused else "split": 3}
 
 
-def make_attention(geometry, fused, dtype=torch.float32):
+def make_attention(geometry, fused, dtype=torch.float32, device="cpu"):
     rope = Rope(RopeSettings(theta=10000.0, rotary_dim=geometry.head_dim // 4))
     attention = Attention(KEY, 3, geometry, rope, qk_norm=(1e-6, 1.0), fused=fused)
     tensors = stored(geometry, fused)
     width = geometry.heads * geometry.head_dim
-    tensors[f"{KEY}.o_proj.weight"] = torch.randn(geometry.hidden_size, width) * width**-0.5
+    random = torch.Generator().manual_seed(7)
+    o_proj = torch.randn(geometry.hidden_size, width, generator=random) * width**-0.5
+    tensors[f"{KEY}.o_proj.weight"] = o_proj.half()
     for name in ("q_norm", "k_norm"):
         tensors[f"{KEY}.{name}.weight"] = torch.zeros(geometry.head_dim)
-    attention.load(DictSource(tensors), "cpu", dtype)
+    attention.load(DictSource(tensors), device, dtype)
     return attention
 
 
@@ -135,7 +137,7 @@ def test_values_and_keys_of_a_fused_pass_are_views():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_block_of_real_geometry_in_float16(fused, monkeypatch):
+def test_a_block_of_real_geometry_in_float16(fused, device, monkeypatch):
     """24 query heads, 4 key/value heads, head size 256, gated: the widths of Qwen3.5-27B."""
     seen = []
     fast = qkv_module.deinterleave_qg
@@ -148,9 +150,9 @@ def test_a_block_of_real_geometry_in_float16(fused, monkeypatch):
 
     monkeypatch.setattr(qkv_module, "deinterleave_qg", watch)
     assert REAL.output_splits == (12288, 1024, 1024)
-    attention = make_attention(REAL, fused, torch.float16)
+    attention = make_attention(REAL, fused, torch.float16, device)
     x = torch.randn(2, 3, REAL.hidden_size, generator=torch.Generator().manual_seed(2)).half()
-    y = attention.forward(x, ForwardContext.uncached(2, 3))
+    y = attention.forward(x.to(device), ForwardContext.uncached(2, 3, device))
     assert seen == [
         (torch.float16, (2, 3, 12288), True, 256),
         ((2, 3, 24, 256), (2, 3, 6144)),
@@ -158,7 +160,6 @@ def test_a_block_of_real_geometry_in_float16(fused, monkeypatch):
     assert y.shape == (2, 3, REAL.hidden_size)
     assert y.dtype == torch.float32
     wide = make_attention(REAL, fused, torch.float32)
-    wide.o_proj.weight = attention.o_proj.weight.float()
     expected = wide.forward(x.float(), ForwardContext.uncached(2, 3))
     assert relative_error(y, expected) < 5e-3  # float16 activations
 
