@@ -1,5 +1,6 @@
 """Checkpoints that declare a QKV topology: they load as declared, or not at all."""
 
+import inspect
 import json
 
 import pytest
@@ -16,6 +17,7 @@ from tiny_models import (
 )
 
 from exllamav3.errors import TopologyError, UnsupportedError
+from exllamav3.model import declaration
 from exllamav3.model.config import Config
 from exllamav3.model.model import Model
 from exllamav3.modules.module import DictSource
@@ -177,3 +179,21 @@ def test_a_quantized_mtp_head_beside_declared_blocks_needs_no_row(tmp_path):
     section = {"quant_method": "exl3", "version": "0.1.0", "bits": 4.0, KEY: resolved.to_obj()}
     folder = write_folder(tmp_path, config | {"quantization_config": section}, tensors)
     assert load_model(folder).forward(IDS).shape == (2, 6, 130)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_without_a_declaration_nothing_of_the_topology_package_runs(
+    tmp_path, monkeypatch, quantized
+):
+    for name, value in vars(declaration).items():
+        if inspect.isfunction(value) and value.__module__.startswith("exllamav3.topology"):
+            monkeypatch.setattr(declaration, name, lambda *args: pytest.fail("called"))
+    resolved = topology()
+    if quantized:
+        folder = write(tmp_path, resolved, declared=False)
+    else:
+        folder = write_folder(tmp_path, config_json(), random_tensors(config_json()))
+    model = load_model(folder)
+    model.forward(IDS)
+    assert model.topology is None
+    assert set(model.routes()[LAYERS[0]]) == {"split"}
