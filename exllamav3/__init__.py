@@ -28,7 +28,7 @@ _PUBLIC = {
     "TopPSampler": "exllamav3.generator.sampler",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604 (the names come from __getattr__)
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
