@@ -1,7 +1,7 @@
 """Quantizing one weight matrix: from a dense weight and its input statistics to EXL3.
 
-Reading order: settings, hessian, pad, regularize, scale_search, ldl, ldlq, refit, metrics,
-magnitude, quantize.
+Reading order: settings, hessian, pad, randomness, regularize, scale_search, ldl, ldlq, refit,
+metrics, magnitude, quantize.
 """
 
 from exllamav3.quant.hessian import Hessian, HessianAccumulator, make_hessian

@@ -14,6 +14,7 @@ from torch import Tensor
 from exllamav3.codec.params import HADAMARD_BLOCK
 from exllamav3.errors import FormatError
 from exllamav3.quant.precision import exact_float32_matmul
+from exllamav3.quant.randomness import Stream, random_signs
 
 SIGMA_REG = 0.025
 """Share of the mean diagonal that is added to the diagonal before factoring."""
@@ -152,11 +153,5 @@ def make_hessian(matrix_KK: Tensor, count: int, seed: int, sigma_reg: float = SI
     matrix_KK = matrix_KK.to(torch.float32)
     mean = matrix_KK.diagonal().mean()
     usable = bool(matrix_KK.isfinite().all()) and float(mean) >= SMALLEST_MEAN_DIAGONAL
-    signs_K = random_signs(k, seed).to(matrix_KK.device)
+    signs_K = random_signs(k, seed, Stream.INPUT_SIGNS).to(matrix_KK.device)
     return Hessian(matrix_KK, count, signs_K, sigma_reg, fallback=count == 0 or not usable)
-
-
-def random_signs(size: int, seed: int) -> Tensor:
-    """Float32 ``(size,)`` of +-1 on the CPU, a function of (size, seed) alone."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (size,), generator=generator).to(torch.float32) * 2 - 1

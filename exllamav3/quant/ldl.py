@@ -55,9 +55,10 @@ def _unit_lower(lower_KK: Tensor) -> Tensor:
     blocks = k // TILE
     by_block = lower_KK.view(blocks, TILE, blocks, TILE)
     diagonal_BRC = by_block.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    # X D = L  <=>  X = L D^-1, one solve per block column, all of them in one batch.
+    identity = torch.eye(TILE, device=lower_KK.device).expand_as(diagonal_BRC)
+    inverse_BRC = torch.linalg.solve_triangular(diagonal_BRC, identity, upper=False)
+    # One product per block column, all of them in one batch.
     columns_BKC = lower_KK.view(k, blocks, TILE).transpose(0, 1)
-    unit_BKC = torch.linalg.solve_triangular(diagonal_BRC, columns_BKC, upper=False, left=False)
-    unit_KK = unit_BKC.transpose(0, 1).reshape(k, k)
+    unit_KK = torch.bmm(columns_BKC, inverse_BRC).transpose(0, 1).reshape(k, k)
     unit_KK.view(blocks, TILE, blocks, TILE).diagonal(dim1=0, dim2=2).zero_()
     return unit_KK

@@ -4,7 +4,7 @@ Peak memory for a weight of k x n, besides the weight itself and H (4 k^2 bytes)
 columns worked on at once (k c <= CHUNK_WEIGHTS):
     2 k n          codebook values, float16
     K/8 k n        packed trellis
-    10 k c         coding: target, running values, states   (16 k c while refitting)
+    12 k c         coding: target, running values, states   (18 k c while refitting)
     8 k^2          metric and its factor                    (12 k^2 while factoring or refitting)
 A 151936-column lm_head on 5120 inputs needs about 5 GB at 6 bits, a 5120 x 14336 weight 2 GB.
 
@@ -26,12 +26,13 @@ from exllamav3.codec.params import HADAMARD_BLOCK, TILE
 from exllamav3.codec.tensor import Exl3Tensor
 from exllamav3.errors import FormatError
 from exllamav3.quant.chunks import column_chunks
-from exllamav3.quant.hessian import Hessian, random_signs
+from exllamav3.quant.hessian import Hessian
 from exllamav3.quant.ldl import block_ldl
 from exllamav3.quant.ldlq import quantize_with_feedback, quantize_without_feedback
 from exllamav3.quant.magnitude import largest_magnitude, normalize, to_stored_scales
 from exllamav3.quant.metrics import weight_errors
 from exllamav3.quant.precision import exact_float32_matmul
+from exllamav3.quant.randomness import Stream, random_signs
 from exllamav3.quant.refit import refit_scales
 from exllamav3.quant.regularize import Regularization, regularize
 from exllamav3.quant.scale_search import gather_tiles, sample_positions, search_scale
@@ -95,7 +96,10 @@ def _quantize(
 ) -> tuple[Exl3Tensor, QuantReport]:
     """The path of every weight that is not all zero; it stands for weight * 2**exponent."""
     k = weight_KN.shape[0]
-    signs_K = random_signs(k, settings.seed + 1) if hessian is None else hessian.signs_K
+    if hessian is None:
+        signs_K = random_signs(k, settings.seed, Stream.INPUT_SIGNS)
+    else:
+        signs_K = hessian.signs_K
     regular = regularize(weight_KN, hessian, signs_K, settings.out_scales, settings.seed)
     g_scale = search_scale(
         _sample(weight_KN, regular, settings.seed), settings.bits, settings.codebook
@@ -203,6 +207,11 @@ def _check(weight_KN: Tensor, hessian: Hessian | None) -> None:
         raise FormatError(
             f"weight of shape (k, n) = {shape} got a Hessian over {hessian.in_features} channels, "
             f"expected k; it belongs to another activation or is not padded"
+        )
+    if hessian is not None and hessian.matrix.device != weight_KN.device:
+        raise FormatError(
+            f"weight is on {weight_KN.device} and its Hessian on {hessian.matrix.device}; move "
+            f"one with .to(device)"
         )
 
 

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from exllamav3.codec.params import HADAMARD_BLOCK
 from exllamav3.quant.chunks import column_chunks
-from exllamav3.quant.hessian import Hessian, random_signs
+from exllamav3.quant.hessian import Hessian
+from exllamav3.quant.randomness import Stream, random_signs
 from exllamav3.quant.rotation import rotate_columns, rotate_rows
 
 REGULAR_STD = 1.24371088
@@ -86,7 +87,7 @@ def regularize(
         seed: of the output signs.
     """
     device = weight_KN.device
-    signs_N = random_signs(weight_KN.shape[1], seed).to(device)
+    signs_N = random_signs(weight_KN.shape[1], seed, Stream.OUTPUT_SIGNS).to(device)
     importance_K = torch.ones(weight_KN.shape[0], device=device)
     if hessian is not None:
         importance_K = (hessian.matrix.diagonal() + hessian.damping()).sqrt()

@@ -13,6 +13,7 @@ from torch import Tensor
 from exllamav3 import ops
 from exllamav3.codec.params import TILE, TILE_WEIGHTS, Codebook
 from exllamav3.codec.tiles import tiles_from_matrix
+from exllamav3.quant.randomness import Stream, generator_for
 
 PRIOR = {Codebook.MUL1: 0.74, Codebook.INST3: 0.93, Codebook.MCG: 0.93}
 """Best scale of Gaussian weights of the regularised standard deviation at 3 to 5 bits."""
@@ -32,7 +33,7 @@ def sample_positions(tile_rows: int, tile_columns: int, seed: int) -> Tensor:
     """Tiles to look at: sorted flat indices ``(samples,)`` into the tile grid, on the CPU."""
     total = tile_rows * tile_columns
     samples = min(max(total // SAMPLE_SHARE, SAMPLE_LEAST), SAMPLE_MOST, total)
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_for(seed, Stream.SAMPLE)
     return torch.randperm(total, generator=generator)[:samples].sort().values
 
 

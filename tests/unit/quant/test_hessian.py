@@ -8,7 +8,7 @@ from quant_material import correlated_rows
 
 from exllamav3.errors import FormatError
 from exllamav3.quant import HessianAccumulator, make_hessian
-from exllamav3.quant.hessian import random_signs
+from exllamav3.quant.randomness import Stream, random_signs
 
 
 def accumulate(*batches: torch.Tensor, width: int = 128) -> HessianAccumulator:
@@ -91,7 +91,13 @@ def test_signs_depend_on_the_seed_alone():
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert first.abs().eq(1).all()
-    assert abs(float(random_signs(10000, 1).mean())) < 0.05  # 5 sigma
+
+
+def test_signs_are_balanced_and_differ_between_purposes():
+    inputs = random_signs(10000, 1, Stream.INPUT_SIGNS)
+    outputs = random_signs(10000, 1, Stream.OUTPUT_SIGNS)
+    for signs in (inputs, outputs, inputs * outputs):
+        assert abs(float(signs.mean())) < 0.05  # 5 sigma
 
 
 def test_overflowing_sums_ask_for_the_fallback():

@@ -7,7 +7,7 @@ import torch
 from quant_material import correlated_rows, uneven_weight
 
 from exllamav3.quant import make_hessian
-from exllamav3.quant.hessian import random_signs
+from exllamav3.quant.randomness import Stream, random_signs
 from exllamav3.quant.regularize import REGULAR_STD, regularize
 from exllamav3.quant.rotation import hadamard_matrix, rotate_columns, rotate_rows
 
@@ -68,7 +68,7 @@ def test_column_ranges_agree_with_the_whole():
 def test_without_output_scales_only_signs_are_applied_to_outputs():
     weight = uneven_weight(128, 256, seed=3)
     scales, _ = make(weight, out_scales=False)
-    assert torch.equal(scales.sv_N, random_signs(256, 0))
+    assert torch.equal(scales.sv_N, random_signs(256, 0, Stream.OUTPUT_SIGNS))
 
 
 def test_the_metric_measures_the_error_of_the_regularised_weight():
