@@ -106,12 +106,16 @@ class Group {
         return best;
     }
 
-    // States of the cheapest walk of tile i to `node` after the last position; returns where it
-    // entered the ring.
-    int trace(int i, int node, uint16_t* states) const {
-        for (int t = kRing - stride_; t >= 0; t -= stride_)
+    // States of the cheapest walk of tile i to `node` after the last position; returns the node
+    // where it entered the ring. If `states` holds an earlier walk of that tile (`again`), the trace
+    // stops where it meets that one: from there on they are the same.
+    int trace(int i, int node, uint16_t* states, bool again) const {
+        for (int t = kRing - stride_; t >= 0; t -= stride_) {
+            const int before = states[t] >> bits_;
             node = stride_ == 1 ? trace_one(i, t, node, states)
                                 : trace_between_marks(i, t, node, states);
+            if (again && node == before) return states[0] >> bits_;
+        }
         return node;
     }
 
@@ -208,11 +212,12 @@ void search(const Job& job, Group& group, int64_t first, int count, std::vector<
     group.load(tiles, count);
     group.run_free();
     for (int i = 0; i < count; ++i) {
-        uint16_t states[kRing];
-        int node = group.cheapest_end(i), root = -1;
-        for (int round = 0; round < kMaxRounds && root != node; ++round) {
-            if (round > 0) node = root;
-            root = group.trace(i, node, states);
+        uint16_t states[kRing] = {};
+        int node = group.cheapest_end(i);
+        int root = group.trace(i, node, states, false);
+        for (int round = 1; round < kMaxRounds && root != node; ++round) {
+            node = root;
+            root = group.trace(i, node, states, true);
         }
         if (root == node)
             store(job, first + i, states);
@@ -234,8 +239,8 @@ void close(const Job& job, Group& group, const Open* open, int count) {
     group.load(tiles, used);
     group.run_from(start_nodes);
     for (int i = 0; i < count; ++i) {
-        uint16_t states[kRing];
-        group.trace(i, start_nodes[i], states);
+        uint16_t states[kRing] = {};
+        group.trace(i, start_nodes[i], states, false);
         store(job, open[i].tile, states);
     }
 }

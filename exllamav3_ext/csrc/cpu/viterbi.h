@@ -52,19 +52,20 @@ EXL3_FN int cost_index(int bits, int node) {
     return node + (node >> (16 - 2 * bits)) * padding(bits);
 }
 
-// Order of the levels of one step, chosen by the vector width: blocks of `vectors * lanes`
-// out-nodes; in a block [choice][vector][lane].
+// Order of the levels of one step, chosen by the vector width: [block][choice][vector][lane]. The
+// out-nodes of a block are
+//   fan >= lanes: neighbours, `vectors * lanes` of them, which share one in-node for each choice;
+//   fan <  lanes: out-node `block % fan` of `lanes` neighbouring in-nodes.
 struct Layout {
     int lanes;
+    int max_vectors;
 
-    // Lanes of different in-nodes in one vector. With a fan narrower than a vector, lane l stands
-    // for in-node l % in_nodes of the block and its out-node number l / in_nodes.
-    EXL3_FN int in_nodes(int bits) const { return (1 << bits) < lanes ? lanes >> bits : 1; }
-    // Vectors that share the in-node, and so the load of its cost.
-    EXL3_FN int vectors(int bits) const { return (1 << bits) >= 2 * lanes ? 2 : 1; }
+    EXL3_FN int vectors(int bits) const {
+        return (1 << bits) < max_vectors * lanes ? 1 : max_vectors;
+    }
     EXL3_FN int out_node(int bits, int block, int vector, int lane) const {
-        const int in = in_nodes(bits);
-        if (in > 1) return ((block * in + lane % in) << bits) | (lane / in);
+        const int fan = 1 << bits;
+        if (fan < lanes) return (block / fan * lanes + lane) << bits | block % fan;
         return (block * vectors(bits) + vector) * lanes + lane;
     }
 };

@@ -11,6 +11,7 @@ namespace {
 struct Avx2 {
     using Reg = __m256;
     static constexpr int lanes = 8;
+    static constexpr int max_vectors = 2;
 
     static Reg load(const float* p) { return _mm256_load_ps(p); }
     static void store(float* p, Reg a) { _mm256_store_ps(p, a); }
@@ -23,27 +24,16 @@ struct Avx2 {
             _mm256_min_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
     }
 
-    template <int n>
-    static Reg expand(const float* p) {
-        if constexpr (n == 1) {
-            return _mm256_broadcast_ss(p);
-        } else if constexpr (n == 2) {
-            return _mm256_castpd_ps(_mm256_broadcast_sd((const double*)p));
-        } else {
-            return _mm256_broadcast_ps((const __m128*)p);
-        }
+    static Reg broadcast(const float* p) { return _mm256_broadcast_ss(p); }
+    static unsigned equal_mask(Reg a, Reg b) {
+        return unsigned(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)));
     }
 
-    // Lane l = out * n + in goes to in * (8 / n) + out.
-    template <int n>
-    static Reg collect(Reg a) {
-        if constexpr (n == 1) {
-            return a;
-        } else if constexpr (n == 2) {
-            return _mm256_permutevar8x32_ps(a, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
-        } else {
-            return _mm256_permutevar8x32_ps(a, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-        }
+    // a0 b0 a1 b1 ... of two vectors, as two vectors.
+    static void interleave(Reg a, Reg b, Reg& low, Reg& high) {
+        const Reg even = _mm256_unpacklo_ps(a, b), odd = _mm256_unpackhi_ps(a, b);
+        low = _mm256_permute2f128_ps(even, odd, 0x20);
+        high = _mm256_permute2f128_ps(even, odd, 0x31);
     }
 };
 

@@ -11,6 +11,7 @@ namespace {
 struct Avx512 {
     using Reg = __m512;
     static constexpr int lanes = 16;
+    static constexpr int max_vectors = 1;
 
     static Reg load(const float* p) { return _mm512_load_ps(p); }
     static void store(float* p, Reg a) { _mm512_store_ps(p, a); }
@@ -24,33 +25,17 @@ struct Avx512 {
             _mm512_min_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
     }
 
-    template <int n>
-    static Reg expand(const float* p) {
-        if constexpr (n == 1) {
-            return _mm512_set1_ps(*p);
-        } else if constexpr (n == 2) {
-            return _mm512_broadcast_f32x2(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)p)));
-        } else if constexpr (n == 4) {
-            return _mm512_broadcast_f32x4(_mm_load_ps(p));
-        } else {
-            return _mm512_broadcast_f32x8(_mm256_load_ps(p));
-        }
-    }
+    static Reg broadcast(const float* p) { return _mm512_set1_ps(*p); }
+    static unsigned equal_mask(Reg a, Reg b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 
-    // Lane l = out * n + in goes to in * (16 / n) + out.
-    template <int n>
-    static Reg collect(Reg a) {
-        if constexpr (n == 1) {
-            return a;
-        } else {
-            constexpr int fan = lanes / n;
-            const auto lane =
-                _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-            const auto out = _mm512_and_si512(lane, _mm512_set1_epi32(fan - 1));
-            const auto in = _mm512_srli_epi32(lane, __builtin_ctz(fan));
-            const auto from = _mm512_add_epi32(_mm512_slli_epi32(out, __builtin_ctz(n)), in);
-            return _mm512_permutexvar_ps(from, a);
-        }
+    // a0 b0 a1 b1 ... of two vectors, as two vectors.
+    static void interleave(Reg a, Reg b, Reg& low, Reg& high) {
+        const auto lower =
+            _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        const auto upper =
+            _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        low = _mm512_permutex2var_ps(a, lower, b);
+        high = _mm512_permutex2var_ps(a, upper, b);
     }
 };
 

@@ -13,6 +13,7 @@ struct Portable {
     typedef float Reg __attribute__((vector_size(16)));
     typedef int Bits __attribute__((vector_size(16)));
     static constexpr int lanes = 4;
+    static constexpr int max_vectors = 2;
 
     static Reg load(const float* p) { return *reinterpret_cast<const Reg*>(p); }
     static void store(float* p, Reg a) { *reinterpret_cast<Reg*>(p) = a; }
@@ -35,17 +36,17 @@ struct Portable {
     }
 #endif
 
-    template <int n>
-    static Reg expand(const float* p) {
-        if constexpr (n == 1) return set1(*p);
-        return Reg{p[0], p[1], p[0], p[1]};
+    static Reg broadcast(const float* p) { return set1(*p); }
+    static unsigned equal_mask(Reg a, Reg b) {
+        unsigned mask = 0;
+        for (int l = 0; l < lanes; ++l) mask |= unsigned(a[l] == b[l]) << l;
+        return mask;
     }
 
-    // Lane l = out * n + in goes to in * (4 / n) + out.
-    template <int n>
-    static Reg collect(Reg a) {
-        if constexpr (n == 1) return a;
-        return __builtin_shuffle(a, Bits{0, 2, 1, 3});
+    // a0 b0 a1 b1 ... of two vectors, as two vectors.
+    static void interleave(Reg a, Reg b, Reg& low, Reg& high) {
+        low = __builtin_shuffle(a, b, Bits{0, 4, 1, 5});
+        high = __builtin_shuffle(a, b, Bits{2, 6, 3, 7});
     }
 };
 
