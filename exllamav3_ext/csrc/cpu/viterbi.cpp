@@ -107,7 +107,7 @@ class Group {
     }
 
     // States of the cheapest walk of tile i to `node` after the last position; returns the node
-    // where it entered the ring. If `states` holds an earlier walk of that tile (`again`), the trace
+    // where it entered the ring. If `states` holds an earlier walk of the tile (`again`), the trace
     // stops where it meets that one: from there on they are the same.
     int trace(int i, int node, uint16_t* states, bool again) const {
         for (int t = kRing - stride_; t >= 0; t -= stride_) {
