@@ -12,6 +12,7 @@ from exllamav3.cache.batch import BoundCache
 from exllamav3.cache.kv import KvLayer, PlainKvLayer
 from exllamav3.cache.pages import PAGE_SIZE, PagePool, pages_for
 from exllamav3.cache.placement import FixedBatch, Row, page_table
+from exllamav3.cache.quantized import QuantizedKvLayer, check_cache_bits
 from exllamav3.cache.recurrent import RecurrentLayer
 from exllamav3.errors import FormatError
 from exllamav3.modules.context import KvSpec, RecurrentSpec
@@ -46,12 +47,23 @@ class Cache:
             float16 on a GPU).
         max_num_tokens: tokens of all sequences together, a multiple of 256.
         max_batch_size: how many sequences at a time.
+        k_bits, v_bits: 2 to 8 to round keys and values and save memory, see `cache.quantized`;
+            both or neither.
 
     Raises:
-        FormatError: a size is not positive, or `max_num_tokens` not a multiple of 256.
+        FormatError: a size is not positive, `max_num_tokens` not a multiple of 256, or the bits
+            are not 2 to 8.
     """
 
-    def __init__(self, model: HasCacheSpecs, max_num_tokens: int, max_batch_size: int = 16) -> None:
+    def __init__(
+        self,
+        model: HasCacheSpecs,
+        max_num_tokens: int,
+        max_batch_size: int = 16,
+        *,
+        k_bits: int | None = None,
+        v_bits: int | None = None,
+    ) -> None:
         if max_num_tokens <= 0 or max_num_tokens % PAGE_SIZE:
             raise FormatError(
                 f"Cache: max_num_tokens is {max_num_tokens}, expected a positive multiple of "
@@ -59,6 +71,13 @@ class Cache:
             )
         if max_batch_size <= 0:
             raise FormatError(f"Cache: max_batch_size is {max_batch_size}, expected at least 1")
+        if (k_bits is None) != (v_bits is None):
+            raise FormatError(f"Cache: k_bits is {k_bits}, v_bits {v_bits}; give both or neither")
+        self._bits: tuple[int, int] | None = None
+        if k_bits is not None and v_bits is not None:
+            check_cache_bits("k_bits", k_bits)
+            check_cache_bits("v_bits", v_bits)
+            self._bits = (k_bits, v_bits)
         self.max_num_tokens = max_num_tokens
         self.max_batch_size = max_batch_size
         specs = model.cache_specs()
@@ -214,10 +233,14 @@ class Cache:
                     f"cache was made for {spec}; make the cache from the model that runs"
                 )
             with torch.inference_mode(False):  # else only inference mode could change it later
-                self._kv[layer] = PlainKvLayer(
-                    self._pool.pages, spec.kv_heads, spec.head_dim, like.dtype, like.device
-                )
+                self._kv[layer] = self._new_kv_layer(spec, like)
         return self._kv[layer]
+
+    def _new_kv_layer(self, spec: KvSpec, like: Tensor) -> KvLayer:
+        sizes = (self._pool.pages, spec.kv_heads, spec.head_dim)
+        if self._bits is None:
+            return PlainKvLayer(*sizes, like.dtype, like.device)
+        return QuantizedKvLayer(*sizes, self._bits, like.dtype, like.device)
 
     def _recurrent_layer(self, layer: int, device: torch.device) -> RecurrentLayer:
         if layer not in self._recurrent:

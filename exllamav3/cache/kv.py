@@ -63,8 +63,8 @@ class PlainKvLayer:
     def read(self, pages_BP: Tensor, tokens: int, first_place: int | None) -> tuple[Tensor, Tensor]:
         """Return the first `tokens` tokens of each row; a view where pages are consecutive."""
         return (
-            _read(self._k_THD, pages_BP, tokens, first_place),
-            _read(self._v_THD, pages_BP, tokens, first_place),
+            read_rows(self._k_THD, pages_BP, tokens, first_place),
+            read_rows(self._v_THD, pages_BP, tokens, first_place),
         )
 
     def clear(self, pages: Tensor) -> None:
@@ -78,8 +78,8 @@ class PlainKvLayer:
         return 2 * self._k_THD.numel() * self._k_THD.element_size()
 
 
-def _read(storage_THD: Tensor, pages_BP: Tensor, tokens: int, first_place: int | None) -> Tensor:
+def read_rows(storage_T: Tensor, pages_BP: Tensor, tokens: int, first_place: int | None) -> Tensor:
+    """Read paged storage `(places, ...)`: `(b, tokens, ...)`, see `KvLayer.read`."""
     if first_place is not None:
-        return storage_THD[first_place : first_place + tokens].unsqueeze(0)
-    pages_PSHD = storage_THD.unflatten(0, (-1, PAGE_SIZE))
-    return pages_PSHD[pages_BP].flatten(1, 2)[:, :tokens]
+        return storage_T[first_place : first_place + tokens].unsqueeze(0)
+    return storage_T.unflatten(0, (-1, PAGE_SIZE))[pages_BP].flatten(1, 2)[:, :tokens]

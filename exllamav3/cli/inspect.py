@@ -21,7 +21,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="exllamav3 inspect",
-        description="List the weights of a model folder. Reads headers only.",
+        description="List the weights of a model folder, from file headers alone. Shapes of "
+        "EXL3 weights are in x out with padding, those of others as stored.",
         allow_abbrev=False,
     )
     parser.add_argument("directory", type=Path, help="model folder")
