@@ -2,7 +2,8 @@
 
 The trellis covers a fixed range of values; g * R has to fill it without clipping. The
 objective mean((Q(g t) / g - t)^2) over sample tiles t is smooth and flat near its minimum
-(1 % from g being 8 % off), so a parabola through a coarse grid finds it.
+(1 % from g being 8 % off), so it is followed along a coarse grid, usually for no step at all,
+and refined by a parabola through the three points around it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from exllamav3.quant.randomness import Stream, generator_for
 
 PRIOR = {Codebook.MUL1: 0.74, Codebook.INST3: 0.93, Codebook.MCG: 0.93}
 """Best scale of Gaussian weights of the regularised standard deviation at 3 to 5 bits."""
-GRID = 5
 STEP = 0.08
 """Distance of grid points as a share of the prior."""
 FLOOR = 0.01
-MAX_MOVES = 16
-"""Grid moves before an optimum at the edge is accepted; enough to reach FLOOR."""
+MAX_MOVES = 64
+"""Grid steps away from the prior, far beyond what any weight needs."""
 DRIFT = {1: 1.08, 2: 1.018, 3: 1.004}
 """Feedback widens the distribution that the trellis sees, at low rates noticeably."""
 SAMPLE_SHARE, SAMPLE_LEAST, SAMPLE_MOST = 24, 64, 512
@@ -53,21 +53,32 @@ def search_scale(tiles_TW: Tensor, bits: int, codebook: Codebook) -> float:
         bits, codebook: of the tile quantizer.
     """
     tiles_TW = tiles_TW * DRIFT.get(bits, 1.0)
-    step = STEP * PRIOR[codebook]
-    centre = PRIOR[codebook]
+    errors: dict[int, float] = {}
+    point = 0
     for _ in range(MAX_MOVES):
-        scales = [max(centre + step * (i - GRID // 2), FLOOR) for i in range(GRID)]
-        errors = _errors(tiles_TW, scales, bits, codebook)
-        best = min(range(GRID), key=errors.__getitem__)
-        if 0 < best < GRID - 1:
-            below, here, above = errors[best - 1 : best + 2]
-            bend = below - 2 * here + above
-            offset = 0.5 * (below - above) / bend if bend > 0 else 0.0
-            return scales[best] + step * min(max(offset, -0.5), 0.5)
-        centre = scales[best]
-        if centre <= FLOOR:
+        around = (point - 1, point, point + 1)
+        missing = [i for i in around if i not in errors]
+        scales = [_scale(i, codebook) for i in missing]
+        errors.update(zip(missing, _errors(tiles_TW, scales, bits, codebook), strict=True))
+        best = min(around, key=errors.__getitem__)
+        if best == point:
+            return _scale(point + _vertex(*(errors[i] for i in around)), codebook)
+        point = best
+        if _scale(point, codebook) <= FLOOR:
             break
-    return centre
+    return _scale(point, codebook)
+
+
+def _vertex(below: float, here: float, above: float) -> float:
+    """Minimum of the parabola through the values at -1, 0 and 1, at most half a step away."""
+    bend = below - 2 * here + above
+    offset = 0.5 * (below - above) / bend if bend > 0 else 0.0
+    return min(max(offset, -0.5), 0.5)
+
+
+def _scale(point: float, codebook: Codebook) -> float:
+    """Scale of a grid point; 0 is the prior."""
+    return max(PRIOR[codebook] * (1 + STEP * point), FLOOR)
 
 
 def _errors(tiles_TW: Tensor, scales: list[float], bits: int, codebook: Codebook) -> list[float]:

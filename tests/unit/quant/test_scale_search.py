@@ -41,7 +41,7 @@ def test_the_floor_is_respected(monkeypatch):
     assert search_scale(torch.ones(16, 256), 4, Codebook.MUL1) == FLOOR
 
 
-def test_one_call_serves_all_candidates(monkeypatch):
+def test_one_call_of_three_candidates_serves_an_ordinary_weight(monkeypatch):
     calls = []
 
     def counting(tiles, bits, codebook):
@@ -50,7 +50,7 @@ def test_one_call_serves_all_candidates(monkeypatch):
 
     monkeypatch.setattr(ops, "quantize_tiles", counting)
     search_scale(torch.ones(16, 256), 4, Codebook.MUL1)
-    assert calls == [5 * 16]
+    assert calls == [3 * 16]
 
 
 def test_gaussian_tiles_find_the_scale_near_the_prior():
