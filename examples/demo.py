@@ -20,7 +20,7 @@ from exllamav3.cli.main import main as exllamav3_command
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "tiny-qwen35-lm"
 PLAN = HERE / "tiny-plan.json"
-EVAL_TEXT = HERE / "text" / "eval_permissive_500k.txt"
+EVAL_TEXT = HERE / "text" / "evaluation.txt"
 OUTPUT = HERE.parent / "demo-output"
 """Belongs to this script: it is removed and made anew by each run."""
 
@@ -52,7 +52,7 @@ def main() -> int:
 
     print("\nGenerated:", json.dumps(text))
     print("\nRoutes taken by the attention layers while generating:")
-    for attention in model.attention_modules():
+    for attention in model.attention_layers():
         print(f"  {attention.key:32} {attention.routes}")
     print("\nSizes of the weights on disk:")
     for name, folder in (("source", SOURCE), ("result", result)):
