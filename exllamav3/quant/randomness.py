@@ -22,7 +22,8 @@ class Stream(IntEnum):
 
 def generator_for(seed: int, stream: Stream) -> torch.Generator:
     """A CPU generator that every device and every run agrees on."""
-    return torch.Generator().manual_seed(len(Stream) * seed + stream)
+    # torch takes 64 bits; seeds derived from a digest may fill them all.
+    return torch.Generator().manual_seed((len(Stream) * seed + stream) % 2**63)
 
 
 def random_signs(size: int, seed: int, stream: Stream) -> Tensor:
