@@ -61,7 +61,8 @@ class Job:
         stop_conditions: strings and token ids that end the completion. The model's own EOS ids are
             added unless `ignore_eos`.
         ignore_eos: generate on past EOS.
-        seed: of the draws; None picks one, which `job.seed` then tells.
+        seed: of the draws, of which torch uses the low 32 bits; None picks one, which `job.seed`
+            then tells.
         identifier: anything; comes back in the results.
         decode_special_tokens: spell special tokens out in the text.
 
@@ -93,7 +94,7 @@ class Job:
         self.sampler = sampler or DefaultSampler()
         self.stop_strings, self.stop_ids = split_stop_conditions(stop_conditions)
         self.ignore_eos = ignore_eos
-        self.seed = secrets.randbits(62) if seed is None else seed
+        self.seed = secrets.randbits(32) if seed is None else seed
         self.identifier = identifier
         self.decode_special_tokens = decode_special_tokens
         self.serial: int | None = None
