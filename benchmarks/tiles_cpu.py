@@ -20,14 +20,14 @@ import torch
 from exllamav3.codec.params import Codebook
 from exllamav3.ops import build_info, quantize_tiles, require_native
 
-BEST_SCALE = {1: 0.85, 2: 0.75, 3: 0.75, 4: 0.72}
+BEST_SCALE = {1: 0.9, 2: 0.77, 3: 0.75, 4: 0.73, 5: 0.68, 6: 0.66, 7: 0.62, 8: 0.6}
 """Standard deviation of the tiles, in units of 1.24371088, the one of codebook 3inst."""
 
 
 def gaussian_tiles(bits: int, count: int) -> torch.Tensor:
     """Standard normal tiles at the best scale of codebook mul1."""
     generator = torch.Generator().manual_seed(bits)
-    scale = 1.24371088 * BEST_SCALE.get(bits, 0.68)
+    scale = 1.24371088 * BEST_SCALE[bits]
     return scale * torch.randn(count, 256, generator=generator)
 
 

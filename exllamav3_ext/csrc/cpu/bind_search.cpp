@@ -16,13 +16,17 @@ std::tuple<Tensor, Tensor> quantize_tiles(const Tensor& tiles_in, int64_t bits, 
     const Tensor tiles = torch::stable::contiguous(tiles_in);
     Tensor values = empty({tiles.size(0), kTileWeights}, ScalarType::Float, tiles);
     Tensor states = empty({tiles.size(0), kTileWeights}, ScalarType::Short, tiles);
+    const int64_t count = tiles.size(0);
     const viterbi::Job job{viterbi::active_kernels(),
                            static_cast<const float*>(tiles.const_data_ptr()),
                            static_cast<float*>(values.mutable_data_ptr()),
                            static_cast<int16_t*>(states.mutable_data_ptr()),
-                           tiles.size(0), int(bits), int(codebook)};
+                           count,
+                           int(bits),
+                           int(codebook),
+                           viterbi::group_count(count, torch::stable::get_num_threads())};
     torch::stable::parallel_for(
-        0, viterbi::unit_count(job), 1,
+        0, job.units(), 1,
         [&](int64_t begin, int64_t end) { viterbi::search_units(job, begin, end); });
     return {values, states};
 }

@@ -256,20 +256,30 @@ const Kernels& active_kernels() {
     return portable_kernels();
 }
 
-int64_t unit_count(const Job& job) { return job.count / kGroup + job.count % kGroup; }
+int64_t group_count(int64_t tiles, int64_t threads) {
+    // A tile on its own takes 1.5 times its share of a group: loading the levels bounds it.
+    constexpr double kSingle = 1.5;
+    const auto share = [&](int64_t units) { return (units + threads - 1) / threads; };
+    const int64_t groups = tiles / kGroup, units = share(groups + tiles % kGroup);
+    const int64_t slowest = std::min(groups, units);  // groups of the busiest thread
+    const double grouped = double(kGroup * slowest) + kSingle * double(units - slowest);
+    return grouped <= kSingle * double(share(tiles)) ? groups : 0;
+}
 
 void search_units(const Job& job, int64_t begin, int64_t end) {
     Group group(job);
     std::vector<Open> open;
-    const int64_t groups = job.count / kGroup;
     for (int64_t unit = begin; unit < end; ++unit) {
-        if (unit < groups)
+        if (unit < job.groups)
             search(job, group, unit * kGroup, kGroup, open);
         else
-            search(job, group, groups * kGroup + (unit - groups), 1, open);
+            search(job, group, job.groups * kGroup + (unit - job.groups), 1, open);
     }
-    for (size_t i = 0; i < open.size(); i += kGroup)
-        close(job, group, &open[i], int(std::min<size_t>(kGroup, open.size() - i)));
+    for (size_t i = 0, count; i < open.size(); i += count) {
+        const size_t left = open.size() - i;
+        count = left < kGroup - 1 ? 1 : std::min<size_t>(left, kGroup);
+        close(job, group, &open[i], int(count));
+    }
 }
 
 }  // namespace exl3::viterbi

@@ -95,8 +95,8 @@ const Kernels& active_kernels();  // by active_isa(), and throws what that throw
 
 // Scaled and rounded codebook in the orders of the two loops, built once and kept.
 struct Tables {
-    float* forward;  // [kStates] in Layout order
-    float* back;     // [node][choice]
+    const float* forward;  // [kStates] in Layout order
+    const float* back;     // [node][choice]
 };
 
 const Tables& tables(const Layout& layout, int bits, int codebook);
@@ -104,7 +104,9 @@ const Tables& tables(const Layout& layout, int bits, int codebook);
 // The float16 value of a state, as float32.
 float codebook_value(uint32_t state, int codebook);
 
-// Searches tiles [begin, end). Values and states are written at the same indices.
+// What to search, and how it is cut in units of work: groups of kGroup tiles and then single ones,
+// or single tiles only, where there are too few groups for the threads. A tile's result is the same
+// either way, so any partition of the units over threads gives the same tensors.
 struct Job {
     const Kernels& kernels;
     const float* tiles;  // [count][256], ring order
@@ -113,11 +115,12 @@ struct Job {
     int64_t count;
     int bits;
     int codebook;
+    int64_t groups;  // from group_count()
+
+    int64_t units() const { return groups + (count - groups * kGroup); }
 };
 
-// Work is cut in units: whole groups first, then single tiles. Any partition of [0, unit_count)
-// over threads gives the same result.
-int64_t unit_count(const Job& job);
+int64_t group_count(int64_t tiles, int64_t threads);
 void search_units(const Job& job, int64_t begin, int64_t end);
 
 }  // namespace exl3::viterbi

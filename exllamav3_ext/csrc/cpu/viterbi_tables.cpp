@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <tuple>
@@ -13,26 +14,37 @@
 namespace exl3::viterbi {
 namespace {
 
-float* allocate_levels() {
+struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+};
+using Levels = std::unique_ptr<float[], Free>;
+
+Levels allocate_levels() {
     void* memory = std::aligned_alloc(64, kStates * sizeof(float));
     if (memory == nullptr) throw std::bad_alloc();
-    return static_cast<float*>(memory);
+    return Levels(static_cast<float*>(memory));
 }
 
-Tables build(const Layout& layout, int bits, int codebook) {
+struct OwnedTables {
+    Levels forward = allocate_levels();
+    Levels back = allocate_levels();
+    Tables view{forward.get(), back.get()};
+};
+
+OwnedTables build(const Layout& layout, int bits, int codebook) {
     const int fan = 1 << bits, shift = 16 - bits;
     const auto level = [&](int choice, int out_node) {
         const uint32_t state = uint32_t(choice << shift | out_node);
         return std::nearbyint(codebook_value(state, codebook) * scale(bits));
     };
-    const Tables result{allocate_levels(), allocate_levels()};
-    float* next = result.forward;
-    for (int block = 0; next < result.forward + kStates; ++block)
+    OwnedTables result;
+    float* next = result.forward.get();
+    for (int block = 0; next < result.forward.get() + kStates; ++block)
         for (int c = 0; c < fan; ++c)
             for (int vector = 0; vector < layout.vectors(bits); ++vector)
                 for (int lane = 0; lane < layout.lanes; ++lane)
                     *next++ = level(c, layout.out_node(bits, block, vector, lane));
-    next = result.back;
+    next = result.back.get();
     for (int node = 0; node < nodes(bits); ++node)
         for (int c = 0; c < fan; ++c) *next++ = level(c, node);
     return result;
@@ -55,12 +67,12 @@ float codebook_value(uint32_t state, int codebook) {
 // 512 KiB for each rate and codebook in use, kept for the life of the process.
 const Tables& tables(const Layout& layout, int bits, int codebook) {
     static std::mutex mutex;
-    static std::map<std::tuple<int, int, int>, Tables> built;
+    static std::map<std::tuple<int, int, int>, OwnedTables> built;
     const std::lock_guard lock(mutex);
     const auto key = std::make_tuple(layout.lanes, bits, codebook);
     auto found = built.find(key);
     if (found == built.end()) found = built.emplace(key, build(layout, bits, codebook)).first;
-    return found->second;
+    return found->second.view;
 }
 
 }  // namespace exl3::viterbi
