@@ -54,11 +54,13 @@ class Generator:
             raise FormatError(f"Generator: max_chunk_size is {max_chunk_size}, expected at least 1")
         if max_seq_len is None:
             max_seq_len = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        max_seq_len = max_seq_len or cache.max_num_tokens
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
         self.max_chunk_size = max_chunk_size
-        self.max_seq_len: int = min(cache.max_num_tokens, max_seq_len or cache.max_num_tokens)
+        self.max_seq_len: int = min(cache.max_num_tokens, max_seq_len)
+        self._limits = f"cache {cache.max_num_tokens}, model or max_seq_len {max_seq_len}"
         self._pending: deque[tuple[Job, int, float]] = deque()
         self._active: list[ActiveJob] = []
         self._next_serial = 0
@@ -89,9 +91,8 @@ class Generator:
         if prompt + new > self.max_seq_len:
             raise FormatError(
                 f"Generator: a prompt of {prompt} tokens and {new} new tokens are "
-                f"{prompt + new}, but a sequence is limited to {self.max_seq_len} tokens (cache "
-                f"{self.cache.max_num_tokens}, and the model's own limit); shorten the prompt, "
-                f"lower max_new_tokens or make the cache larger"
+                f"{prompt + new}, but a sequence is limited to {self.max_seq_len} tokens "
+                f"({self._limits}); shorten the prompt, lower max_new_tokens or raise the limit"
             )
 
     def num_remaining_jobs(self) -> int:
