@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -76,63 +77,67 @@ def quantize_linear(
     if hessian is not None and hessian.fallback:
         hessian = None
     if largest == 0:
-        tensor = _zero_tensor(weight_KN, settings, bias_N)
-        seconds = time.perf_counter() - started
-        report = QuantReport(0.0, 0.0, 1.0, settings.out_scales, hessian is None, True, seconds)
-        return tensor, report
-    with exact_float32_matmul():
-        near_one_KN, exponent = normalize(weight_KN, largest)
-        return _quantize(near_one_KN, exponent, hessian, settings, bias_N, progress, started)
+        tensor, g_scale = _zero_tensor(weight_KN, settings, bias_N), 1.0
+        errors: tuple[float | None, float] = (0.0, 0.0)
+    else:
+        with exact_float32_matmul():
+            near_one_KN, exponent = normalize(weight_KN, largest)
+            task = _Task(near_one_KN, exponent, hessian, settings)
+            tensor, g_scale, errors = _quantize(task, bias_N, progress)
+    report = QuantReport(
+        proxy_error=errors[0],
+        rmse=errors[1],
+        g_scale=g_scale,
+        out_scales=settings.out_scales,
+        fallback=hessian is None,
+        zeros=largest == 0,
+        seconds=time.perf_counter() - started,
+    )
+    return tensor, report
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A weight that is not all zero: weight_KN * 2**exponent, with its usable Hessian if any."""
+
+    weight_KN: Tensor
+    exponent: int
+    hessian: Hessian | None
+    settings: QuantSettings
+
+    def damped_metric(self) -> Tensor:
+        """H with its damping, original basis; the identity where there is no H."""
+        if self.hessian is None:
+            return torch.eye(self.weight_KN.shape[0], device=self.weight_KN.device)
+        metric_KK = self.hessian.matrix.clone()
+        metric_KK.diagonal().add_(self.hessian.damping())
+        return metric_KK
 
 
 def _quantize(
-    weight_KN: Tensor,
-    exponent: int,
-    hessian: Hessian | None,
-    settings: QuantSettings,
-    bias_N: Tensor | None,
-    progress: Progress | None,
-    started: float,
-) -> tuple[Exl3Tensor, QuantReport]:
-    """The path of every weight that is not all zero; it stands for weight * 2**exponent."""
-    k = weight_KN.shape[0]
+    task: _Task, bias_N: Tensor | None, progress: Progress | None
+) -> tuple[Exl3Tensor, float, tuple[float | None, float]]:
+    """The tensor, its global scale, and its (proxy error, rmse)."""
+    weight_KN, hessian, settings = task.weight_KN, task.hessian, task.settings
     if hessian is None:
-        signs_K = random_signs(k, settings.seed, Stream.INPUT_SIGNS)
+        signs_K = random_signs(weight_KN.shape[0], settings.seed, Stream.INPUT_SIGNS)
     else:
         signs_K = hessian.signs_K
     regular = regularize(weight_KN, hessian, signs_K, settings.out_scales, settings.seed)
-    g_scale = search_scale(
-        _sample(weight_KN, regular, settings.seed), settings.bits, settings.codebook
-    )
-    trellis, inner_KN = _code(weight_KN, regular, g_scale, hessian, settings, progress)
+    sample = _sample(weight_KN, regular, settings.seed)
+    g_scale = search_scale(sample, settings.bits, settings.codebook)
+    trellis, inner_KN = _code(task, regular, g_scale, progress)
 
     # What was divided out before coding comes back as scales; empty channels become exact 0.
     su_K = torch.where(regular.zero_rows_K, 0.0, regular.su_K / g_scale)
     sv_N = torch.where(regular.zero_columns_N, 0.0, regular.sv_N)
-    if hessian is None:
-        damped_KK = torch.eye(k, device=weight_KN.device)
-    else:
-        damped_KK = hessian.matrix.clone()
-        damped_KK.diagonal().add_(hessian.damping())
-    su_K, sv_N = refit_scales(weight_KN, inner_KN, su_K, sv_N, damped_KK)
-    del damped_KK
-    suh_K, svh_N = to_stored_scales(su_K, sv_N, exponent)
-    tensor = Exl3Tensor(trellis, suh_K, svh_N, settings.codebook, bias_N)
+    su_K, sv_N = refit_scales(weight_KN, inner_KN, su_K, sv_N, task.damped_metric())
+    suh_K, svh_N = to_stored_scales(su_K, sv_N, task.exponent)
 
-    stored_su_K = (suh_K.to(torch.float64) * 2.0**-exponent).float()
-    proxy_error, rmse = weight_errors(
-        weight_KN, inner_KN, stored_su_K, svh_N, None if hessian is None else hessian.matrix
-    )
-    report = QuantReport(
-        proxy_error=proxy_error,
-        rmse=rmse,
-        g_scale=g_scale,
-        out_scales=settings.out_scales,
-        fallback=hessian is None,
-        zeros=False,
-        seconds=time.perf_counter() - started,
-    )
-    return tensor, report
+    stored_su_K = (suh_K.to(torch.float64) * 2.0**-task.exponent).to(torch.float32)
+    matrix_KK = None if hessian is None else hessian.matrix
+    errors = weight_errors(weight_KN, inner_KN, stored_su_K, svh_N, matrix_KK)
+    return Exl3Tensor(trellis, suh_K, svh_N, settings.codebook, bias_N), g_scale, errors
 
 
 def _sample(weight_KN: Tensor, regular: Regularization, seed: int) -> Tensor:
@@ -151,14 +156,10 @@ def _sample(weight_KN: Tensor, regular: Regularization, seed: int) -> Tensor:
 
 
 def _code(
-    weight_KN: Tensor,
-    regular: Regularization,
-    g_scale: float,
-    hessian: Hessian | None,
-    settings: QuantSettings,
-    progress: Progress | None,
+    task: _Task, regular: Regularization, g_scale: float, progress: Progress | None
 ) -> tuple[Tensor, Tensor]:
     """Packed trellis ``(k/16, n/16, 16 K)`` and codebook values, float16 ``(k, n)``."""
+    weight_KN, hessian, settings = task.weight_KN, task.hessian, task.settings
     k, n = weight_KN.shape
     feedback_KK = None
     if hessian is not None:
