@@ -52,8 +52,8 @@ def main() -> int:
 
     print("\nGenerated:", json.dumps(text))
     print("\nRoutes taken by the attention layers while generating:")
-    for attention in model.attention_layers():
-        print(f"  {attention.key:32} {attention.routes}")
+    for key, routes in model.routes().items():
+        print(f"  {key:28} " + ", ".join(f"{route} {count}" for route, count in routes.items()))
     print("\nSizes of the weights on disk:")
     for name, folder in (("source", SOURCE), ("result", result)):
         size_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
