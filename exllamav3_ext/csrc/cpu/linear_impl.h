@@ -77,16 +77,21 @@ void multiply(const float* values, int64_t tiles, const float* x, float* sums) {
         for (int64_t tile = 0; tile < tiles; ++tile) {
             const float* value = values + tile * kTileWeights + ring_offset(first, 0);
             const float* x_tile = x + tile * kXFloats;
-#pragma GCC unroll 8
-            for (int a = 0; a < kAccumulatorsAtOnce; ++a)
 #pragma GCC unroll 4
-                for (int v = 0; v < kXVectors; ++v) {
-                    const F w = load(value + ring_offset(a, v));
+            for (int v = 0; v < kXVectors; ++v) {
+                F x_row[Rows];
+#pragma GCC unroll 4
+                for (int row = 0; row < Rows; ++row)
+                    x_row[row] = load(x_tile + row * kRowFloats + v * kLanes);
+#pragma GCC unroll 8
+                for (int a = 0; a < kAccumulatorsAtOnce; ++a) {
+                    F w = load(value + ring_offset(a, v));
+                    if constexpr (Rows > 1) keep_in_register(w);
 #pragma GCC unroll 4
                     for (int row = 0; row < Rows; ++row)
-                        sum[row][a] = multiply_add(
-                            w, load(x_tile + row * kRowFloats + v * kLanes), sum[row][a]);
+                        sum[row][a] = multiply_add(w, x_row[row], sum[row][a]);
                 }
+            }
         }
 #pragma GCC unroll 4
         for (int row = 0; row < Rows; ++row)

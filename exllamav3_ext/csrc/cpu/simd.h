@@ -36,7 +36,13 @@ EXL3_INLINE F load(const float* p) {
 
 EXL3_INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
 
-EXL3_INLINE F broadcast(float x) { return F{} + x; }
+// Compilers fold a load into each instruction that uses it. Where a value is used several times and
+// loads are the limit, this keeps it loaded once.
+EXL3_INLINE void keep_in_register([[maybe_unused]] F& v) {
+#if defined(__AVX2__)
+    asm("" : "+v"(v));
+#endif
+}
 
 // a * b + c, with one rounding where the machine has such an instruction.
 EXL3_INLINE F multiply_add(F a, F b, F c) {
