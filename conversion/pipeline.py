@@ -236,6 +236,7 @@ class ModulePipeline:
         device = self.dense.devices[0]
         weight_OI, bias_O = read_components(target, self.source)
         out_scales = use_output_scales(target.scale, weight_OI, sensitivity_O)
+        bias_O = None if bias_O is None else bias_O.to(device)
         weight_KN, bias_N = pad_weight(weight_OI.to(device), bias_O)
         settings = QuantSettings(
             target.bits, target.codebook, out_scales, derive_seed(self.options.seed, target.key)
