@@ -99,9 +99,12 @@ void wide_step(const float* levels, const float* weights, const float* const* in
             }
         const int at = cost_index(K, first);
 #pragma GCC unroll 4
-        for (int i = 0; i < tiles; ++i)
+        for (int i = 0; i < tiles; ++i) {
 #pragma GCC unroll 2
             for (int v = 0; v < vectors; ++v) V::store(out[i] + at + v * V::lanes, best[i][v]);
+            // Mostly a mark, and so memory that no cache holds: 4 lines ahead hides it.
+            __builtin_prefetch(out[i] + at + 64, 1);
+        }
     }
 }
 
