@@ -15,7 +15,8 @@ from torch import Tensor
 
 from exllamav3.codec.params import HADAMARD_BLOCK, TILE, Codebook, bits_of_trellis
 from exllamav3.errors import FormatError
-from exllamav3.ops import exl3_linear, reconstruct
+from exllamav3.ops import reconstruct, require_device
+from exllamav3.ops.linear import check_linear_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,23 @@ class Exl3Tensor:
         return reconstruct(self.trellis_IOW, self.suh_K, self.svh_N, self.codebook, dtype)
 
     def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """``x W + bias``: ``(..., k)`` -> ``(..., n)``, padded widths."""
-        return exl3_linear(
-            x, self.trellis_IOW, self.suh_K, self.svh_N, self.bias_N, self.codebook, out_dtype
+        """``x W + bias``: ``(..., k)`` -> ``(..., n)``, padded widths.
+
+        As `ops.exl3_linear`, without its checks of the weight, which was checked when it
+        was made: they would take longer than a small product.
+        """
+        require_device(self.device)
+        check_linear_input("Exl3Tensor.forward", x, self.in_features, self.device)
+        result: Tensor = torch.ops.exllamav3.linear(
+            x,
+            self.trellis_IOW,
+            self.suh_K,
+            self.svh_N,
+            self.bias_N,
+            self.codebook.id,
+            x.dtype if out_dtype is None else out_dtype,
         )
+        return result
 
     def to(self, device: torch.device | str) -> Exl3Tensor:
         """The same weight on a device."""

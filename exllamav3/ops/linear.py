@@ -44,7 +44,7 @@ def exl3_linear(
     """
     number = codebook_id(codebook)
     k, n = check_weight("exl3_linear", trellis, suh, svh, number)
-    _check_x("exl3_linear", x, k, trellis.device)
+    check_linear_input("exl3_linear", x, k, trellis.device)
     if bias is not None:
         check_tensor("exl3_linear", "bias", bias, FLOATS, 1, trellis.device)
         check_shape("exl3_linear", "bias", bias, (n,), "one bias for each output channel")
@@ -85,7 +85,7 @@ def exl3_linear_group(
     for i, number in enumerate(numbers):
         op = f"exl3_linear_group, member {i}"
         k, _ = check_weight(op, trellis[i], suh[i], svh[i], number)
-        _check_x(op, x, k, trellis[i].device)
+        check_linear_input(op, x, k, trellis[i].device)
     dtype = x.dtype if out_dtype is None else out_dtype
     check_out_dtype("exl3_linear_group", dtype)
     result: list[Tensor] = torch.ops.exllamav3.linear_group(
@@ -94,7 +94,12 @@ def exl3_linear_group(
     return result
 
 
-def _check_x(op: str, x: Tensor, k: int, device: torch.device) -> None:
+def check_linear_input(op: str, x: Tensor, k: int, device: torch.device) -> None:
+    """Check the activations of a product with a weight of k input channels.
+
+    Raises:
+        FormatError: wrong dtype, shape or device.
+    """
     check_tensor(op, "x", x, FLOATS, None, device)
     if x.dim() == 0 or x.shape[-1] != k:
         raise FormatError(

@@ -58,6 +58,19 @@ def test_forward_is_the_product_with_the_reconstruction():
     torch.testing.assert_close(weight.forward(x), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(2, 255), r"x has shape \(2, 255\), expected \(\.\.\., 256\)"),
+        (torch.zeros(2, 256).double(), "x is float64"),
+        (torch.zeros(2, 256, device="meta"), "x is on meta, expected cpu"),
+    ],
+)
+def test_forward_refuses_an_input_that_does_not_fit(x, message):
+    with pytest.raises(FormatError, match=message):
+        make_weight().forward(x)
+
+
 @pytest.mark.parametrize("bits", [1, 3, 8])  # both ends and an odd width
 def test_slices_tile_the_whole_weight_without_copying(bits):
     weight = make_weight(bits=bits, bias=True)
