@@ -32,7 +32,7 @@ from exllamav3.ops.reference.codebook import codebook_values
 
 RING = 256
 WARM_UP = {1: 96, 2: 96, 3: 96, 4: 96, 5: 96, 6: 64, 7: 48, 8: 48}
-"""Positions before the seam, by K: as good as a full first pass, see docs/adr/0011-one-pass-with-a-warm-up.md."""
+"""Positions before the seam, by K: as good as a full first pass (docs/adr/0011)."""
 MAX_ROUNDS = 5
 WEIGHT_LIMIT = 64.0
 """Weights beyond it are searched as if they were there; no codebook value exceeds 4."""
