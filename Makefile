@@ -47,7 +47,7 @@ style: $(VENV)/.quality
 # Compiles the CUDA kernels with nvcc against whichever torch is installed (a CPU
 # build will do) into build/kernels and checks that the result imports.
 kernels: $(STAMP)
-	$(BIN)/python -m exllamav3_ext._build --kind cuda --archs "$(KERNEL_ARCHS)" --out build/kernels --check
+	$(BIN)/python -m exllamav3_ext._driver --kind cuda --archs "$(KERNEL_ARCHS)" --out build/kernels --check
 
 results-tiny: $(STAMP)
 	$(BIN)/python benchmarks/results_tiny.py

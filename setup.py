@@ -1,7 +1,8 @@
 """Adds the native extension to the build; everything else is in pyproject.toml."""
 
-import importlib.util
+import importlib
 import sys
+import types
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -10,17 +11,12 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 
-def load_build_recipe():
-    """Load exllamav3_ext/_build.py without importing its package, which would need the `.so`."""
-    path = ROOT / "exllamav3_ext" / "_build.py"
-    spec = importlib.util.spec_from_file_location("exllamav3_build_recipe", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-recipe = load_build_recipe()
+# The recipe lies in the package that is to be built, whose __init__ needs the result.
+recipe_package = types.ModuleType("exllamav3_build")
+recipe_package.__path__ = [str(ROOT / "exllamav3_ext")]
+sys.modules["exllamav3_build"] = recipe_package
+recipe = importlib.import_module("exllamav3_build._build")
+driver = importlib.import_module("exllamav3_build._driver")
 
 
 def build_kind() -> str:
@@ -46,12 +42,12 @@ def build_kind() -> str:
 
 
 class BuildNative(build_ext):
-    """Hands the one extension to the ninja driver of _build.py."""
+    """Hands the one extension to the ninja driver."""
 
     def build_extension(self, ext):
         target = Path(self.get_ext_fullpath(ext.name))
         try:
-            recipe.build(KIND, ROOT / "build" / f"native-{KIND}", target)
+            driver.build(KIND, ROOT / "build" / f"native-{KIND}", target)
         except recipe.BuildError as error:
             raise SystemExit(f"exllamav3: {error}") from None
 

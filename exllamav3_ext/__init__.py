@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from exllamav3_ext import _build, schema
+from exllamav3_ext import _build, _driver, schema
 
 __all__ = ["build_info", "native_missing_reason", "schema"]
 
@@ -52,10 +52,10 @@ def _load_native() -> str | None:
         return None
     if os.environ.get("EXLLAMAV3_JIT") == "1":
         kind = _build.detect()
-        folder = _build.jit_directory(kind)
+        folder = _driver.jit_directory(kind)
         _log.info("building native code in %s", folder)
         try:
-            _build.build(kind, folder, folder / _build.EXTENSION_NAME)
+            _driver.build(kind, folder, folder / _build.EXTENSION_NAME)
         except _build.BuildError as error:
             raise ImportError(f"EXLLAMAV3_JIT=1: {error}") from error
         _load_file(folder / _build.EXTENSION_NAME)

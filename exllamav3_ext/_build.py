@@ -1,13 +1,11 @@
-"""How the native code is built: THE list of sources and flags, and a small ninja driver.
+"""What is built: THE list of sources and flags, and the choice of a kind of build.
 
-`setup.py` (ahead of time) and `exllamav3_ext/__init__.py` (just in time) both call
-`build()`. Compilers are driven directly, not through `torch.utils.cpp_extension`,
-because that one refuses nvcc under a CPU build of torch, while the stable ABI lets
-one `.so` with CPU and CUDA kernels be compiled there and loaded anywhere.
+`_driver.py` turns it into commands, for `setup.py` (ahead of time) and for
+`exllamav3_ext/__init__.py` (just in time) alike.
 
 To add a file, add one line to `CPU_SOURCES` or `CUDA_SOURCES`.
 
-Environment (read by the functions here and nowhere else):
+Environment (read here and in `_driver.py`, nowhere else):
     EXLLAMAV3_BUILD       auto (default) | cpu | cuda | none
     EXLLAMAV3_CUDA_ARCHS  e.g. "80;90a"; default: the GPUs of this machine, or 90a without one
     MAX_JOBS              parallel compiler processes; default: the number of CPUs, at most 8
@@ -16,15 +14,10 @@ Environment (read by the functions here and nowhere else):
 
 from __future__ import annotations
 
-import argparse
-import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +27,10 @@ EXTENSION_NAME = "_C.abi3.so"
 KINDS = ("auto", "cpu", "cuda", "none")
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
-AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+AVX512 = (
+    *AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512",
+    "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # g++ 12 takes its own intrinsics for it
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -215,141 +211,3 @@ def module_flags(kind: str) -> tuple[str, ...]:
     archs = ",".join(cuda_archs()) if kind == "cuda" else ""
     values = {"KIND": kind, "ARCHS": archs, "SOURCE_HASH": source_hash()}
     return tuple(f'-DEXL3_BUILD_{name}=\\"{value}\\"' for name, value in values.items())
-
-
-def ninja_file(kind: str, target: Path) -> str:
-    """Text of build.ninja: one edge for each source, one link."""
-    compiler = os.environ.get("CXX", "g++")
-    cxx, nvcc, link = cxx_flags(kind), nvcc_flags() if kind == "cuda" else [], link_flags(kind)
-    lines = [
-        "ninja_required_version = 1.5",
-        "rule cxx",
-        f"  command = {compiler} -MMD -MF $out.d {_join(cxx)} $extra -c $in -o $out",
-        "  description = c++ $name",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "rule nvcc",
-        f"  command = {find_nvcc()} -MMD -MF $out.d {_join(nvcc)} $extra -c $in -o $out",
-        "  description = nvcc $name",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "rule link",
-        f"  command = {compiler} $in {_join(link)} -o $out",
-        "  description = link $out",
-    ]
-    objects = []
-    for source in sources(kind):
-        obj = source.path.replace("/", ".") + ".o"
-        flags = list(source.flags)
-        if source.path == "module.cpp":
-            flags += module_flags(kind)
-        rule = "nvcc" if source.path.endswith(".cu") else "cxx"
-        lines += [f"build {obj}: {rule} {_escape(str(CSRC / source.path))}"]
-        lines += [f"  name = {source.path}", f"  extra = {' '.join(flags)}"]
-        objects.append(obj)
-    lines += [f"build {_escape(str(target))}: link {' '.join(objects)}", ""]
-    return "\n".join(lines)
-
-
-def build(kind: str, build_dir: Path, target: Path) -> None:
-    """Compile and link `target`; work that is up to date is not repeated.
-
-    Args:
-        kind: "cpu" or "cuda".
-        build_dir: objects, build.ninja and a lock file; created.
-        target: path of the shared object; its folder is created.
-
-    Raises:
-        BuildError: a tool is missing or a compiler failed (its output has been shown).
-    """
-    _check_toolchain()
-    build_dir.mkdir(parents=True, exist_ok=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(build_dir / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system even if this process is killed
-        text = ninja_file(kind, target.resolve())
-        path = build_dir / "build.ninja"
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
-        jobs = os.environ.get("MAX_JOBS") or str(min(os.cpu_count() or 1, 8))
-        command = [_find_ninja(), "-C", str(build_dir), "-j", jobs]
-        if subprocess.run(command, stdout=sys.stderr).returncode != 0:
-            raise BuildError(
-                f"the compiler failed; its message is above. To see the commands: "
-                f"{' '.join(command)} -v. To go without native code: EXLLAMAV3_BUILD=none."
-            )
-
-
-def jit_directory(kind: str) -> Path:
-    """Cache folder of a just-in-time build, keyed by sources, torch and flags."""
-    import torch
-
-    key = json.dumps([source_hash(), torch.__version__, cxx_flags(kind), link_flags(kind)])
-    if kind == "cuda":
-        key += json.dumps(nvcc_flags())
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "exllamav3" / hashlib.sha256(key.encode()).hexdigest()[:16]
-
-
-def _check_toolchain() -> None:
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise BuildError(
-            "this is a free-threaded Python, which has no limited API; "
-            "use a regular build of Python, or EXLLAMAV3_BUILD=none"
-        )
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler.split()[0]) is None:
-        raise BuildError(
-            f"no C++ compiler: {compiler!r} was not found. Install g++ (12 or newer) or set CXX; "
-            f"EXLLAMAV3_BUILD=none installs without native code, which is very slow."
-        )
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.exists():
-        raise BuildError(f"{header} is missing: install the Python headers (python3-dev)")
-
-
-def _find_ninja() -> str:
-    beside = Path(sys.executable).parent / "ninja"
-    found = str(beside) if beside.exists() else shutil.which("ninja")
-    if found is None:
-        raise BuildError("ninja was not found: pip install ninja")
-    return found
-
-
-def _join(flags: list[str]) -> str:
-    return " ".join(flags)
-
-
-def _escape(path: str) -> str:
-    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-
-def main() -> int:
-    """`python -m exllamav3_ext._build`: build somewhere else than beside the package."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--kind", choices=("cpu", "cuda"), default=None)
-    parser.add_argument("--archs", help='compute capabilities, e.g. "80;90a"')
-    parser.add_argument("--out", type=Path, required=True, help="folder for objects and result")
-    parser.add_argument("--check", action="store_true", help="load the result in a new process")
-    args = parser.parse_args()
-    if args.archs:
-        os.environ["EXLLAMAV3_CUDA_ARCHS"] = args.archs
-    try:
-        target = args.out / EXTENSION_NAME
-        build(args.kind or detect(), args.out, target)
-    except BuildError as error:
-        print(f"exllamav3: {error}", file=sys.stderr)
-        return 1
-    print(f"built {target} ({target.stat().st_size / 1e6:.1f} MB)")
-    if args.check:
-        load = (
-            "import sys, torch; from exllamav3_ext import schema; "
-            "torch.ops.load_library(sys.argv[1]); print(torch.ops.exllamav3.build_info())"
-        )
-        command = [sys.executable, "-c", load, str(target)]
-        return subprocess.run(command, env={**os.environ, "EXLLAMAV3_BUILD": "none"}).returncode
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
