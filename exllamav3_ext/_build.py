@@ -64,6 +64,9 @@ CPU_SOURCES = (
 # Kernels (.cu) include no torch header; bind_*.cpp files do and launch nothing themselves.
 CUDA_SOURCES: tuple[Source, ...] = (
     Source("cuda/bind_search.cpp"),
+    Source("cuda/bind_run_path.cpp"),
+    Source("cuda/run_path.cu"),
+    Source("cuda/delta_rule.cu"),
     Source("cuda/viterbi.cu"),
     *(Source(f"cuda/viterbi_k{bits}.cu") for bits in range(1, 9)),
 )

@@ -29,6 +29,13 @@ SCHEMAS = (
     "deinterleave_qg(Tensor qg, int head_dim) -> (Tensor, Tensor)",
     "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state)"
     " -> (Tensor, Tensor)",
+    # small steps between the linears
+    "rms_norm(Tensor x, Tensor scale, float eps, Tensor? gate, ScalarType out_dtype) -> Tensor",
+    "norm_rotate(Tensor x, Tensor? scale, float eps, Tensor cos, Tensor sin) -> Tensor",
+    "gate_mul(Tensor gate, Tensor x, bool silu) -> Tensor",
+    "delta_inputs(Tensor qkv, Tensor past, Tensor weight, Tensor a, Tensor b, Tensor decay_log,"
+    " Tensor time_bias, Tensor? lengths, int key_heads, int key_dim)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     # about the build
     "build_info() -> str",
 )

@@ -2,6 +2,6 @@
 
 from exllamav3.cache.cache import Cache, Sequence
 from exllamav3.cache.pages import PAGE_SIZE
-from exllamav3.cache.placement import FixedBatch
+from exllamav3.cache.placement import FixedBatch, page_table
 
-__all__ = ["PAGE_SIZE", "Cache", "FixedBatch", "Sequence"]
+__all__ = ["PAGE_SIZE", "Cache", "FixedBatch", "Sequence", "page_table"]

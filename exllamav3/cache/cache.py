@@ -11,7 +11,7 @@ from torch import Tensor
 from exllamav3.cache.batch import BoundCache
 from exllamav3.cache.kv import KvLayer, PlainKvLayer
 from exllamav3.cache.pages import PAGE_SIZE, PagePool, pages_for
-from exllamav3.cache.placement import FixedBatch, Row, page_table
+from exllamav3.cache.placement import FixedBatch, Row, first_place, page_table
 from exllamav3.cache.quantized import QuantizedKvLayer, check_cache_bits
 from exllamav3.cache.recurrent import RecurrentLayer
 from exllamav3.errors import FormatError
@@ -154,7 +154,7 @@ class Cache:
                 f"Cache: read_tokens is {read_tokens}, expected 1 to {longest}, the reservation of "
                 f"the longest sequence"
             )
-        return FixedBatch(rows, page_table(rows).to(device), slots, read_tokens)
+        return FixedBatch(page_table(rows).to(device), slots, read_tokens, first_place(rows))
 
     def bind(self, params: Mapping[str, Any], batch: int) -> BoundCache:
         """The view for one forward pass; `modules.context.BindableCache` says when it is called.
@@ -179,7 +179,7 @@ class Cache:
                 f'expected exactly one of "sequences", "batch_shape" and "block_table"'
             )
         rows = self._rows(given[0], params[given[0]])
-        count = len(rows.rows if isinstance(rows, FixedBatch) else rows)
+        count = len(rows.slots_B if isinstance(rows, FixedBatch) else rows)
         if count != batch:
             raise FormatError(
                 f"Cache: {given[0]} describes {count} rows, the token ids have {batch}"

@@ -28,16 +28,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class FixedBatch:
-    """Sequences prepared for passes of constant shape, made by `Cache.fixed_batch`.
+    """Rows prepared for passes of constant shape, made by `Cache.fixed_batch`.
 
-    rows: the sequences. pages_BP, slots_B: int64 on the device of the model. read_tokens: how many
-    cached tokens every pass reads. Keep the object as long as a graph captured with it.
+    pages_BP, slots_B: int64 on the device of the model, where the sequences live. Other sequences
+    may be written into them between passes, if `first_place` is None. read_tokens: how many cached
+    tokens every pass reads. first_place: see `KvLayer.read`.
+    Keep the object as long as a graph captured with it.
     """
 
-    rows: tuple[Row, ...]
     pages_BP: Tensor
     slots_B: Tensor
     read_tokens: int
+    first_place: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def place(rows: Sequence[Row], past_B: Tensor | None, ctx: ForwardContext) -> Pl
         is_real_N=is_real_N,
         pages_BP=table[:, : -(-tokens // PAGE_SIZE)].to(device),
         tokens=tokens,
-        first_place=_first_place(rows),
+        first_place=first_place(rows),
     )
 
 
@@ -112,19 +114,23 @@ def place_fixed(batch: FixedBatch, ctx: ForwardContext) -> Placement:
         is_real_N=None,
         pages_BP=batch.pages_BP[:, : -(-batch.read_tokens // PAGE_SIZE)],
         tokens=batch.read_tokens,
-        first_place=_first_place(batch.rows),
+        first_place=batch.first_place,
     )
 
 
-def page_table(rows: Sequence[Row]) -> Tensor:
-    """int64 `(b, pages)`; a short row repeats its own first page, which masks keep from view."""
-    longest = max(len(row.pages) for row in rows)
+def page_table(rows: Sequence[Row], pages: int | None = None) -> Tensor:
+    """int64 `(b, pages)`, by default as many pages as the longest row has.
+
+    A short row repeats its own first page, which masks keep from view; a long one is cut.
+    """
+    pages = pages or max(len(row.pages) for row in rows)
     return torch.tensor(
-        [[*row.pages, *[row.pages[0]] * (longest - len(row.pages))] for row in rows]
+        [[*row.pages[:pages], *[row.pages[0]] * (pages - len(row.pages))] for row in rows]
     )
 
 
-def _first_place(rows: Sequence[Row]) -> int | None:
+def first_place(rows: Sequence[Row]) -> int | None:
+    """The place of token 0 if there is one row, with consecutive pages; see `KvLayer.read`."""
     if len(rows) != 1:
         return None
     first, count = rows[0].pages[0], len(rows[0].pages)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from exllamav3.cache import Cache
-from exllamav3.errors import Exl3Error, FormatError
+from exllamav3.errors import Exl3Error, FormatError, UnsupportedError
 from exllamav3.generator.active import ActiveJob
+from exllamav3.generator.decode_graphs import DecodeGraphs, HasForward
 from exllamav3.generator.job import Job, Result
 from exllamav3.generator.sampler import Sampler
 from exllamav3.tokenizer import Tokenizer
-
-
-class HasForward(Protocol):
-    """What a generator needs of a model."""
-
-    def forward(self, ids: Tensor, params: Mapping[str, Any]) -> Tensor: ...
 
 
 class Generator:
@@ -40,6 +34,11 @@ class Generator:
         max_chunk_size: prompt tokens processed at a time.
         max_seq_len: longest sequence, prompt and completion; default the model's limit. The cache
             limits it as well.
+        cuda_graphs: replay decode steps as CUDA graphs, see `decode_graphs`; by default on a GPU.
+
+    Raises:
+        FormatError: a limit is not positive.
+        UnsupportedError: CUDA graphs are asked for and the model is not on a GPU.
     """
 
     def __init__(
@@ -49,6 +48,7 @@ class Generator:
         tokenizer: Tokenizer,
         max_chunk_size: int = 2048,
         max_seq_len: int | None = None,
+        cuda_graphs: bool | None = None,
     ) -> None:
         if max_chunk_size < 1:
             raise FormatError(f"Generator: max_chunk_size is {max_chunk_size}, expected at least 1")
@@ -61,6 +61,7 @@ class Generator:
         self.max_chunk_size = max_chunk_size
         self.max_seq_len: int = min(cache.max_num_tokens, max_seq_len)
         self._limits = f"cache {cache.max_num_tokens}, model or max_seq_len {max_seq_len}"
+        self._graphs = _decode_graphs(model, cache, cuda_graphs)
         self._pending: deque[tuple[Job, int, float]] = deque()
         self._active: list[ActiveJob] = []
         self._next_serial = 0
@@ -142,7 +143,12 @@ class Generator:
         if not batch:
             return []
         ids_B1 = torch.cat([active.next_ids(1) for active in batch])
-        return self._accept(batch, self._forward(batch, ids_B1))
+        if self._graphs is None:
+            return self._accept(batch, self._forward(batch, ids_B1))
+        logits_BV = self._graphs.step([active.sequence for active in batch], ids_B1)
+        for active in batch:
+            active.sequence.length += 1
+        return self._accept(batch, logits_BV)
 
     def _forward(self, batch: list[ActiveJob], ids_BS: Tensor) -> Tensor:
         """Run the model on new ids, one row a job; return the logits `(b, vocab)` of the last."""
@@ -251,3 +257,17 @@ class Generator:
         finally:  # an abandoned iterator, or an error in one job
             for job in jobs:
                 self.cancel(job)
+
+
+def _decode_graphs(model: HasForward, cache: Cache, wanted: bool | None) -> DecodeGraphs | None:
+    device = getattr(model, "device", None)
+    on_gpu = isinstance(device, torch.device) and device.type == "cuda"
+    if wanted and not on_gpu:
+        raise UnsupportedError(
+            f"Generator: cuda_graphs=True needs a model loaded on a GPU, this one is on {device}; "
+            f"leave it out, or load the model with device='cuda'"
+        )
+    if not on_gpu or wanted is False:
+        return None
+    assert isinstance(device, torch.device)
+    return DecodeGraphs(model, cache, device)

@@ -84,6 +84,15 @@ class Model:
         """What a cache has to store, in layer order."""
         return [m.cache_spec for m in self.walk() if isinstance(m, Attention | GatedDeltaNet)]
 
+    def set_qkv_route(self, route: str) -> None:
+        """Let split q, k and v projections share one launch ("auto", the default) or not ("split").
+
+        Raises:
+            FormatError: there is no such route.
+        """
+        for module in self.attention_layers():
+            module.set_qkv_route(route)
+
     def routes(self) -> dict[str, Counter[str]]:
         """How many passes of each attention module took which route, by its path."""
         return {module.key: Counter(module.routes) for module in self.attention_layers()}

@@ -14,9 +14,10 @@ from exllamav3.modules.context import ForwardContext, KvSpec
 from exllamav3.modules.linear import Linear, LinearKind
 from exllamav3.modules.module import Module
 from exllamav3.modules.norm import RMSNorm
-from exllamav3.modules.qkv import FusedQkv, QkvGeometry, SplitQkv
+from exllamav3.modules.qkv import FusedQkv, QkvGeometry, SplitQkv, check_qkv_route
 from exllamav3.modules.rope import Rope
 from exllamav3.modules.sdpa import attend
+from exllamav3.ops import gate_mul
 
 
 class Attention(Module):
@@ -74,8 +75,21 @@ class Attention(Module):
 
     @property
     def routes(self) -> Counter[str]:
-        """How many passes took each route: "split" or "fused"."""
+        """How many passes took each route: "split", "grouped" or "fused".
+
+        Replays of a captured graph are not passes of this module and are not counted.
+        """
         return self.qkv.routes
+
+    def set_qkv_route(self, route: str) -> None:
+        """Choose how split projections run, see `modules.qkv.QkvRoute`; fused ones have no choice.
+
+        Raises:
+            FormatError: there is no such route.
+        """
+        checked = check_qkv_route(route)
+        if isinstance(self.qkv, SplitQkv):
+            self.qkv.route = checked
 
     @property
     def cache_spec(self) -> KvSpec:
@@ -91,12 +105,10 @@ class Attention(Module):
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`(b, s, hidden)` activations to float32 `(b, s, hidden)`."""
         q, k, v, gate = self.project_qkv(x, ctx)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm.forward(q, ctx), self.k_norm.forward(k, ctx)
-        q, k = self.rope.apply(q, ctx), self.rope.apply(k, ctx)
+        q, k = self.rope.apply(q, ctx, self.q_norm), self.rope.apply(k, ctx, self.k_norm)
         if ctx.cache is not None:
             k, v = ctx.cache.update_kv(self.layer, k, v, ctx)
         o = attend(q, k, v, ctx).flatten(-2)
         if gate is not None:
-            o = o * torch.sigmoid(gate)
+            o = gate_mul(gate, o, silu=False)
         return self.o_proj.forward(o, ctx)

@@ -14,16 +14,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from exllamav3.modules.context import ForwardContext, RecurrentSpec
 from exllamav3.modules.linear import Linear
 from exllamav3.modules.module import Module, TensorSource, read_weight
 from exllamav3.modules.norm import GatedRMSNorm
-from exllamav3.ops import gated_delta_rule
-
-L2_EPS = 1e-6
+from exllamav3.ops import delta_inputs, gated_delta_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,61 +172,30 @@ class GatedDeltaNet(Module):
         qkv = torch.cat([t.flatten(-2) for t in (q, k, v)], dim=-1)
         return qkv, z.reshape(*z.shape[:2], -1, g.value_dim), b.flatten(-2), a.flatten(-2)
 
-    def _convolve(self, qkv: Tensor, past: Tensor) -> Tensor:
-        """Causal depthwise convolution over time and SiLU.
-
-        Args:
-            qkv: float32 `(b, s, channels)`. past: float32 `(b, channels, kernel - 1)`.
-        """
-        padded = torch.cat([past, qkv.transpose(1, 2)], dim=-1)
-        weight = self._own["conv1d.weight"]
-        return F.silu(F.conv1d(padded, weight, groups=weight.shape[0])).transpose(1, 2)
-
-    def _next_conv_state(self, qkv: Tensor, past: Tensor, ctx: ForwardContext) -> Tensor:
-        """The last `kernel - 1` columns before each row's padding, `(b, channels, kernel - 1)`."""
-        padded = torch.cat([past, qkv.transpose(1, 2)], dim=-1)
-        keep = past.shape[-1]
-        if ctx.new_lengths is None:
-            return padded[..., padded.shape[-1] - keep :]
-        columns = ctx.new_lengths[:, None] + torch.arange(keep, device=padded.device)
-        return padded.gather(-1, columns[:, None, :].expand(-1, padded.shape[1], -1))
-
-    def _decay_and_rate(self, a: Tensor, b: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """g (log decay) and beta, float32 `(b, s, value_heads)`; both 0 at padded places, which
-        leaves the state as it is."""
-        g = -self._own["A_log"].exp() * F.softplus(a.float() + self._own["dt_bias"])
-        beta = torch.sigmoid(b.float())
-        if ctx.new_lengths is not None:
-            steps = torch.arange(a.shape[1], device=a.device)
-            real = (steps < ctx.new_lengths[:, None]).unsqueeze(-1)
-            g, beta = g * real, beta * real
-        return g, beta
-
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`(b, s, hidden)` activations to float32 `(b, s, hidden)`."""
         geometry = self.geometry
-        batch, seq = x.shape[:2]
         qkv, z, b, a = self._project(x, ctx)
-        qkv = qkv.float()
         if ctx.cache is None:
-            conv = qkv.new_zeros(batch, geometry.conv_channels, geometry.conv_kernel - 1)
-            delta = qkv.new_zeros(batch, geometry.value_heads, geometry.key_dim, geometry.value_dim)
+            batch, channels = x.shape[0], geometry.conv_channels
+            heads = (geometry.value_heads, geometry.key_dim, geometry.value_dim)
+            conv = x.new_zeros(batch, channels, geometry.conv_kernel - 1, dtype=torch.float32)
+            delta = x.new_zeros(batch, *heads, dtype=torch.float32)
         else:
             conv, delta = ctx.cache.read_recurrent(self.layer, ctx)
-        conv = conv.float()
-        mixed = self._convolve(qkv, conv)
-        widths = [geometry.key_width, geometry.key_width, geometry.value_width]
-        q, k, v = mixed.split(widths, dim=-1)
-        q = _unit(q.unflatten(-1, (-1, geometry.key_dim))) * geometry.key_dim**-0.5
-        k = _unit(k.unflatten(-1, (-1, geometry.key_dim)))
-        v = v.reshape(batch, seq, geometry.value_heads, geometry.value_dim)
-        g, beta = self._decay_and_rate(a, b, ctx)
+        q, k, v, g, beta, conv = delta_inputs(
+            qkv,
+            conv.float(),
+            self._own["conv1d.weight"],
+            a,
+            b,
+            self._own["A_log"],
+            self._own["dt_bias"],
+            ctx.new_lengths,
+            geometry.key_heads,
+            geometry.key_dim,
+        )
         o, delta = gated_delta_rule(q, k, v, g, beta, delta)
         if ctx.cache is not None:
-            ctx.cache.write_recurrent(self.layer, self._next_conv_state(qkv, conv, ctx), delta, ctx)
+            ctx.cache.write_recurrent(self.layer, conv, delta, ctx)
         return self.out_proj.forward(self.norm.gated(o, z).flatten(-2), ctx)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Rows scaled to unit length: `x / sqrt(sum(x^2) + 1e-6)`."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from exllamav3.modules.context import ForwardContext
 from exllamav3.modules.linear import Linear, LinearKind
 from exllamav3.modules.module import Module
+from exllamav3.ops import gate_mul
 
 
 class GatedMlp(Module):
@@ -54,4 +54,4 @@ class GatedMlp(Module):
         """`(b, s, hidden)` to float32 `(b, s, hidden)`."""
         up = self.up_proj.forward(x, ctx)
         gate = self.gate_proj.forward(x, ctx)
-        return self.down_proj.forward(F.silu(gate) * up, ctx)
+        return self.down_proj.forward(gate_mul(gate, up, silu=True), ctx)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from exllamav3.modules.context import ForwardContext
 from exllamav3.modules.module import Module, TensorSource, read_weight
+from exllamav3.ops import rms_norm
 
 
 class RMSNorm(Module):
@@ -54,13 +54,15 @@ class RMSNorm(Module):
         """Length of the weight."""
         return self.size
 
-    def scaled(self, x: Tensor) -> Tensor:
-        """The norm of `(..., size)` in float32, before the cast to the activation dtype."""
-        return F.rms_norm(x.float(), (self.size,), self._scale, self.eps)
+    @property
+    def scale(self) -> Tensor:
+        """What the normalised input is multiplied with, float32 `(size,)`; loaded modules only."""
+        assert self._scale is not None
+        return self._scale
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`(..., size)` of any float dtype to the activation dtype."""
-        return self.scaled(x).to(self.dtype)
+        return rms_norm(x, self.scale, self.eps, out_dtype=self.dtype)
 
 
 class GatedRMSNorm(RMSNorm):
@@ -71,4 +73,4 @@ class GatedRMSNorm(RMSNorm):
 
         Source: transformers, `Qwen3_5RMSNormGated` ("norm before gate").
         """
-        return (self.scaled(x) * F.silu(gate.float())).to(self.dtype)
+        return rms_norm(x, self.scale, self.eps, gate, self.dtype)

@@ -1,22 +1,30 @@
-"""The two ways an attention block stores and computes its q, k and v projections.
+"""The two ways an attention block stores its q, k and v projections, and the three to compute them.
 
 `SplitQkv` holds three linears, `FusedQkv` one whose columns are q, k, v in that order. Both have
-the same `project`, so attention knows neither. Source: docs/qkv_topology.md.
+the same `project`, so attention knows neither. Three linears take three launches, or one grouped
+launch on a GPU. Source: docs/qkv_topology.md.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from exllamav3.errors import FormatError
 from exllamav3.modules.context import ForwardContext
+from exllamav3.modules.grouped import grouped_forward
 from exllamav3.modules.linear import Linear, LinearKind
 from exllamav3.ops import deinterleave_qg, deinterleave_qg_reference
 
 COMPONENTS = ("q_proj", "k_proj", "v_proj")
+
+QkvRoute = Literal["auto", "split"]
+"""How three stored linears run: "split" is always three launches, "auto" groups them where one
+launch is faster (see `modules.grouped`). The results are the same bit for bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +73,12 @@ class SplitQkv:
 
     Attributes:
         linears: q, k, v, for the module tree.
-        routes: passes by the way they took, `routes["split"]`.
+        routes: passes by the way they took, `routes["split"]` and `routes["grouped"]`.
+        route: which ways it may take.
     """
 
     is_fused = False
+    route: QkvRoute = "auto"
 
     def __init__(self, attn_key: str, geometry: QkvGeometry, qbits_key: LinearKind = "bits"):
         self.geometry = geometry
@@ -80,8 +90,9 @@ class SplitQkv:
 
     def project(self, x: Tensor, ctx: ForwardContext) -> Projected:
         """Apply to `(b, s, hidden)`; see `Projected`."""
-        q, k, v = (linear.forward(x, ctx) for linear in self.linears)
-        self.routes["split"] += 1
+        together = grouped_forward(self.linears, x, ctx) if self.route == "auto" else None
+        self.routes["split" if together is None else "grouped"] += 1
+        q, k, v = together or (linear.forward(x, ctx) for linear in self.linears)
         return _shape(q, k, v, self.geometry)
 
 
@@ -108,6 +119,20 @@ class FusedQkv:
         self.routes["fused"] += 1
         q, k, v = qkv.split(self.geometry.output_splits, dim=-1)
         return _shape(q, k, v, self.geometry)
+
+
+def check_qkv_route(route: str) -> QkvRoute:
+    """The route, if it is one.
+
+    Raises:
+        FormatError: it is not.
+    """
+    if route not in get_args(QkvRoute):
+        raise FormatError(
+            f"qkv_route is {route!r}, expected one of {', '.join(get_args(QkvRoute))}; a fused "
+            f"block is fused by its checkpoint, not by this setting"
+        )
+    return route  # type: ignore[return-value]
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, geometry: QkvGeometry) -> Projected:

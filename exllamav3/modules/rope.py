@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from exllamav3.modules.context import ForwardContext
+from exllamav3.modules.norm import RMSNorm
+from exllamav3.ops import norm_rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +102,8 @@ class Rope:
             table = ctx.shared[self] = (angle.cos() * factor, angle.sin() * factor)
         return table
 
-    def apply(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Turn `(b, s, heads, head_dim)` in float32; same shape and dtype out, contiguous."""
-        cos, sin = self.table(ctx)
-        half = self.settings.rotary_dim // 2
-        wide = x.float()
-        first, second = wide[..., :half], wide[..., half : 2 * half]
-        parts = [first * cos - second * sin, second * cos + first * sin]
-        if 2 * half < x.shape[-1]:
-            parts.append(wide[..., 2 * half :])
-        return torch.cat(parts, dim=-1).to(x.dtype)
+    def apply(self, x: Tensor, ctx: ForwardContext, norm: RMSNorm | None = None) -> Tensor:
+        """Turn `(b, s, heads, head_dim)` in float32, after the norm if there is one; same shape and
+        dtype out, contiguous."""
+        scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
+        return norm_rotate(x, scale, eps, *self.table(ctx))

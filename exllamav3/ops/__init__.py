@@ -9,6 +9,7 @@ from exllamav3.ops.deinterleave import deinterleave_qg, deinterleave_qg_referenc
 from exllamav3.ops.delta_rule import gated_delta_rule
 from exllamav3.ops.hadamard import hadamard
 from exllamav3.ops.linear import exl3_linear, exl3_linear_group
+from exllamav3.ops.run_path import delta_inputs, gate_mul, norm_rotate, rms_norm
 from exllamav3.ops.search import quantize_tiles
 from exllamav3.ops.status import backend, build_info, require_device, require_native
 
@@ -18,14 +19,18 @@ __all__ = [
     "decode",
     "deinterleave_qg",
     "deinterleave_qg_reference",
+    "delta_inputs",
     "exl3_linear",
     "exl3_linear_group",
+    "gate_mul",
     "gated_delta_rule",
     "hadamard",
+    "norm_rotate",
     "pack",
     "quantize_tiles",
     "reconstruct",
     "require_device",
     "require_native",
+    "rms_norm",
     "unpack",
 ]

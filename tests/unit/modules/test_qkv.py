@@ -94,6 +94,23 @@ def test_each_pass_is_counted_under_the_route_it_took(fused):
     assert attention.routes == {"fused" if fused else "split": 3}
 
 
+def test_split_projections_take_the_grouped_launch_on_a_gpu_unless_told_not_to(device):
+    attention = make_attention(GATED, False, device=device)
+    ctx = ForwardContext.uncached(1, 2, device)
+    x = torch.randn(1, 2, GATED.hidden_size, device=device)
+    attention.forward(x, ctx)
+    assert attention.routes == {"split" if device == "cpu" else "grouped": 1}
+    attention.set_qkv_route("split")
+    attention.forward(x, ctx)
+    assert attention.routes["split"] == (2 if device == "cpu" else 1)
+
+
+def test_an_unknown_route_is_refused():
+    for fused in (False, True):
+        with pytest.raises(FormatError, match="qkv_route is 'fused', expected one of auto, split"):
+            make_attention(GATED, fused).set_qkv_route("fused")
+
+
 def make_attention(geometry, fused, dtype=torch.float32, device="cpu"):
     rope = Rope(RopeSettings(theta=10000.0, rotary_dim=geometry.head_dim // 4))
     attention = Attention(KEY, 3, geometry, rope, qk_norm=(1e-6, 1.0), fused=fused)

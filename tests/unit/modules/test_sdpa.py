@@ -38,11 +38,11 @@ def test_a_query_sees_keys_up_to_its_own_position_in_every_row():
 
 
 def backend(takes_strided, seen):
-    def run(q, k, v, mask):
+    def run(q, k, v, ctx):
         seen.append((k.is_contiguous(), v.is_contiguous()))
         return q
 
-    return Backend("test", run, lambda q, k: True, takes_strided)
+    return Backend("test", run, lambda q, k, ctx: True, takes_strided)
 
 
 @pytest.mark.parametrize("takes_strided", [True, False])
@@ -57,7 +57,7 @@ def test_a_strided_view_is_copied_only_for_a_backend_that_cannot_take_it(takes_s
 
 def test_the_first_backend_that_accepts_is_used():
     seen = []
-    refusing = Backend("no", lambda *a: pytest.fail("not to be run"), lambda q, k: False, True)
+    refusing = Backend("no", lambda *a: pytest.fail("not to be run"), lambda q, k, ctx: False, True)
     q, k, v = torch.randn(3, 1, 2, 1, 8)
     attend(q, k, v, ForwardContext.uncached(1, 2), (refusing, backend(True, seen)))
     assert len(seen) == 1
