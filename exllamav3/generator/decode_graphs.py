@@ -118,7 +118,8 @@ class _Step:
         rows = [sequence.row for sequence in sequences]
         numbers = [[sequence.length, sequence.row.slot or 0] for sequence in sequences]
         parts = [ids_B1, torch.tensor(numbers), page_table(rows, self._pages)]
-        self._table_BX.copy_(torch.cat(parts, dim=1))
+        # The source is pageable memory, which the driver has read when the call returns.
+        self._table_BX.copy_(torch.cat(parts, dim=1), non_blocking=True)
 
     def run(self) -> Tensor:
         """Replay the graph, or run the model if there is none yet."""

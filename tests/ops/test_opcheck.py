@@ -28,7 +28,7 @@ CASES = {
         X.half(), [WEIGHT.trellis, HALF.trellis], [WEIGHT.suh] * 2, [WEIGHT.svh] * 2, [0, 2],
         torch.float16,
     ),
-    "deinterleave_qg": (torch.randn(2, 3, 32).half(), 4),
+    "deinterleave_qg": (torch.randn(2, 3, 64).half(), 8),
     "gated_delta_rule": tuple(random_delta_inputs()),
     "rms_norm": (X, X[0], 1e-6, X, torch.float16),
     "norm_rotate": (X.view(1, 3, 2, 128), X[0, :128], 1e-6, *X[None, :, None, :96].split(48, -1)),
@@ -43,8 +43,9 @@ TORCH_ONLY = {"rms_norm", "norm_rotate", "gate_mul", "delta_inputs"}
 
 
 @pytest.mark.parametrize("op", list(CASES))
-def test_operator_passes_opcheck(op):
-    torch.library.opcheck(getattr(torch.ops.exllamav3, op).default, CASES[op])
+def test_operator_passes_opcheck(op, device):
+    arguments = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), CASES[op])
+    torch.library.opcheck(getattr(torch.ops.exllamav3, op).default, arguments)
 
 
 @pytest.mark.parametrize("op", list(CASES))
@@ -69,6 +70,12 @@ def test_the_cpu_is_served_by_native_code_if_there_is_any(op):
     no_kernel = exllamav3_ext.native_missing_reason or op in TORCH_ONLY
     expected = "reference" if no_kernel else "native"
     assert ops.backend(op, "cpu") == expected
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("op", list(CASES))
+def test_a_gpu_is_served_by_native_code(op):
+    assert ops.backend(op, "cuda") == "native"
 
 
 @native_only
