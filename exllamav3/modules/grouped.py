@@ -1,8 +1,4 @@
-"""Several EXL3 linears of one input as one launch on a GPU.
-
-The members keep their own widths, rates, codebooks and scales. Each is computed exactly as alone,
-so the results are equal bit for bit; what is saved is launches and the idle tail of small ones.
-"""
+"""Linears of one input in one launch."""
 
 from __future__ import annotations
 
@@ -15,35 +11,37 @@ from exllamav3.modules.context import ForwardContext
 from exllamav3.modules.linear import Linear
 from exllamav3.ops import exl3_linear_group
 
-MAX_ROWS = 64
-"""Rows of the input up to which an EXL3 linear is one launch of the packed kernel. Above that each
-reconstructs its weight, and there is nothing to share."""
+PACKED_ROWS = 64
+"""Up to this many rows an EXL3 linear is one launch; above, there is nothing to share."""
 
 
-def grouped_forward(
-    linears: Sequence[Linear], x: Tensor, ctx: ForwardContext
-) -> list[Tensor] | None:
-    """Apply linears of equal input width to `(..., in_features)` in one launch.
+def can_group(linears: Sequence[Linear], x: Tensor, ctx: ForwardContext) -> bool:
+    """Whether `forward_grouped` serves these linears and gains something.
 
-    Returns:
-        What `Linear.forward` of each gives, or None where one launch does not serve: on the CPU,
-        with more rows than `MAX_ROWS`, while calibrating, with a bias, padding or a dense member.
+    It takes EXL3 weights without bias, and pays on a GPU for few rows. Calibration reads the
+    input of every linear, so it goes through `Linear.forward`.
     """
-    if not x.is_cuda or x.numel() > MAX_ROWS * x.shape[-1] or ctx.capture is not None:
-        return None
+    if not x.is_cuda or x.numel() > PACKED_ROWS * x.shape[-1] or ctx.capture is not None:
+        return False
     weights = [linear.weight for linear in linears]
-    for linear, weight in zip(linears, weights, strict=True):
-        is_plain = (
-            linear.in_padded == linear.in_features and linear.out_padded == linear.out_features
-        )
-        if not isinstance(weight, Exl3Tensor) or weight.bias_N is not None or not is_plain:
-            return None
-    members = [weight for weight in weights if isinstance(weight, Exl3Tensor)]
-    return exl3_linear_group(
-        x,
-        [weight.trellis_IOW for weight in members],
-        [weight.suh_K for weight in members],
-        [weight.svh_N for weight in members],
-        [weight.codebook for weight in members],
-        linears[0].out_dtype or linears[0].dtype,
+    return all(isinstance(weight, Exl3Tensor) and weight.bias_N is None for weight in weights)
+
+
+def forward_grouped(linears: Sequence[Linear], x: Tensor) -> list[Tensor]:
+    """What `Linear.forward` of each gives, bit for bit, in one launch.
+
+    Args:
+        linears: of equal input width and output dtype, for which `can_group` holds.
+        x: `(..., in_features)`.
+    """
+    first = linears[0]
+    weights = [linear.weight for linear in linears if isinstance(linear.weight, Exl3Tensor)]
+    results = exl3_linear_group(
+        first.pad_input(x),
+        [weight.trellis_IOW for weight in weights],
+        [weight.suh_K for weight in weights],
+        [weight.svh_N for weight in weights],
+        [weight.codebook for weight in weights],
+        first.out_dtype or first.dtype,
     )
+    return [y[..., : linear.out_features] for y, linear in zip(results, linears, strict=True)]

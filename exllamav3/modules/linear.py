@@ -151,6 +151,11 @@ class Linear(Module):
         """Elements of the padded weight."""
         return self.in_padded * self.out_padded
 
+    def pad_input(self, x: Tensor) -> Tensor:
+        """Extend `(..., in_features)` by zeros to whole Hadamard blocks."""
+        missing = self.in_padded - self.in_features
+        return F.pad(x, (0, missing)) if missing else x
+
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`(..., in_features)` to `(..., out_features)` of `out_dtype`.
 
@@ -160,9 +165,7 @@ class Linear(Module):
             ctx.capture.observe(self.qmap, self.key, x)
         out_dtype = self.out_dtype or self.dtype
         if isinstance(self.weight, Exl3Tensor):
-            if self.in_padded != self.in_features:
-                x = F.pad(x, (0, self.in_padded - self.in_features))
-            return self.weight.forward(x, out_dtype)[..., : self.out_features]
+            return self.weight.forward(self.pad_input(x), out_dtype)[..., : self.out_features]
         assert self.weight is not None
         return dense_linear(x, self.weight, self.bias, out_dtype)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exllamav3.errors import FormatError
 from exllamav3.modules.context import ForwardContext
-from exllamav3.modules.grouped import grouped_forward
+from exllamav3.modules.grouped import can_group, forward_grouped
 from exllamav3.modules.linear import Linear, LinearKind
 from exllamav3.ops import deinterleave_qg, deinterleave_qg_reference
 
@@ -90,9 +90,12 @@ class SplitQkv:
 
     def project(self, x: Tensor, ctx: ForwardContext) -> Projected:
         """Apply to `(b, s, hidden)`; see `Projected`."""
-        together = grouped_forward(self.linears, x, ctx) if self.route == "auto" else None
-        self.routes["split" if together is None else "grouped"] += 1
-        q, k, v = together or (linear.forward(x, ctx) for linear in self.linears)
+        if self.route == "auto" and can_group(self.linears, x, ctx):
+            q, k, v = forward_grouped(self.linears, x)
+            self.routes["grouped"] += 1
+        else:
+            q, k, v = (linear.forward(x, ctx) for linear in self.linears)
+            self.routes["split"] += 1
         return _shape(q, k, v, self.geometry)
 
 
