@@ -63,8 +63,8 @@ inline constexpr uint32_t kMcgMultiplier = 0xCBAC1FEDu;
 inline constexpr uint32_t kMul1Multiplier = 0x83DCD12Du;
 inline constexpr uint32_t kHalvesMask = 0x8FFF8FFFu;  // keeps sign and low 12 bits of each half
 inline constexpr uint32_t kHalvesFlip = 0x3B603B60u;  // puts both in [2^-3, 2) by magnitude
-// The same for a half in the upper 16 bits, shifted right arithmetically by 3: that is a float32 with
-// the mantissa in place and too small an exponent, which the flip corrects.
+// The same for a half in the upper 16 bits, shifted right arithmetically by 3: that is a float32
+// with the mantissa in place and too small an exponent, which the flip corrects.
 inline constexpr uint32_t kWideHalfMask = 0x81FFE000u;
 inline constexpr uint32_t kWideHalfFlip = 0x38000000u ^ (0x3B600000u >> 3);
 inline constexpr float kMul1Scale = 0.00676727294921875f;  // float16 bits 0x1EEE

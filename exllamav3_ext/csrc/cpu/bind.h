@@ -89,7 +89,8 @@ inline std::vector<float> scales(const Kernels& kernels, const Tensor& t, int64_
     check_size(t, 0, size, name);
     std::vector<float> result(static_cast<size_t>(size));
     if (t.scalar_type() == ScalarType::Half && t.is_contiguous()) {
-        kernels.half_to_float(static_cast<const uint16_t*>(t.const_data_ptr()), size, result.data());
+        const auto* halves = static_cast<const uint16_t*>(t.const_data_ptr());
+        kernels.half_to_float(halves, size, result.data());
     } else {
         const Tensor wide = torch::stable::contiguous(as_dtype(t, ScalarType::Float));
         const auto* values = static_cast<const float*>(wide.const_data_ptr());

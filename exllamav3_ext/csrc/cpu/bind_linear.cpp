@@ -29,8 +29,8 @@ Tensor linear(const Tensor& x, const Tensor& trellis, const Tensor& suh, const T
     const int64_t k = weight.k(), n = weight.n();
     STD_TORCH_CHECK(k % kBlock == 0 && n % kBlock == 0 && k > 0,
                     "linear: k and n must be multiples of 128, got ", k, " and ", n);
-    STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == k, "linear: the last dimension of x must be ",
-                    k);
+    STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == k,
+                    "linear: the last dimension of x must be ", k);
     const Kernels& kernels = active_kernels();
     const std::vector<float> output_scale = scales(kernels, svh, n, "svh");
     const std::vector<float> bias_values =

@@ -64,7 +64,8 @@ void decode_tiles(const uint32_t* words, int64_t stride, int64_t count, float* v
             __m128i source;
             if (base < 0) {  // ring bits before the tile's first word are in its last word
                 const __m128i up = _mm_loadu_si128(reinterpret_cast<const __m128i*>(words));
-                source = _mm_blend_epi16(_mm_slli_si128(up, 4), _mm_cvtsi32_si128(int(words[last])), 3);
+                const __m128i before = _mm_cvtsi32_si128(int(words[last]));
+                source = _mm_blend_epi16(_mm_slli_si128(up, 4), before, 3);
             } else if (base + 4 > Plan::kWords) {  // do not read past the end of the tile
                 const int left = Plan::kWords - base;
                 const __m128i inside =

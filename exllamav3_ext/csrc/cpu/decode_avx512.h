@@ -41,8 +41,8 @@ EXL3_INLINE __m512 codebook_values(__m512i state) {
         __m512i hash = _mm512_mullo_epi32(state, _mm512_set1_epi32(int(multiplier)));
         if constexpr (CodebookId == kInst3)
             hash = _mm512_add_epi32(hash, _mm512_set1_epi32(int(kInst3Addend)));
-        // A float16 half in the upper 16 bits becomes a float32 by an arithmetic shift: three copies
-        // of the sign, of which the mask keeps the first, and the exponent bias is in the flip.
+        // A float16 in the upper 16 bits becomes a float32 by an arithmetic shift: copies of the
+        // sign, of which the mask keeps the first, and the exponent bias is in the flip.
         const __m512i mask = _mm512_set1_epi32(int(kWideHalfMask));
         const __m512i flip = _mm512_set1_epi32(int(kWideHalfFlip));
         const __m512i high = _mm512_srai_epi32(hash, 3);

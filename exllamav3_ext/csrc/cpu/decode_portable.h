@@ -1,5 +1,5 @@
-// Decoding tiles without vector instructions of a particular machine: plain loops over a tile, which
-// compilers vectorize for whatever they target.
+// Decoding tiles without vector instructions of a particular machine: plain loops over a tile,
+// which compilers vectorize for whatever they target.
 
 #pragma once
 
@@ -21,9 +21,10 @@ void decode_tiles(const uint32_t* words, int64_t stride, int64_t count, float* v
             if constexpr (CodebookId == kMul1) {
                 sum = float(byte_sum(hash)) * kMul1Scale + (1024 * kMul1Scale + kMul1Offset);
             } else {
-                const uint32_t high = (uint32_t(int32_t(hash) >> 3) & kWideHalfMask) ^ kWideHalfFlip;
-                const uint32_t low =
-                    (uint32_t(int32_t(hash << 16) >> 3) & kWideHalfMask) ^ kWideHalfFlip;
+                const auto widen = [](uint32_t half_on_top) {
+                    return (uint32_t(int32_t(half_on_top) >> 3) & kWideHalfMask) ^ kWideHalfFlip;
+                };
+                const uint32_t high = widen(hash), low = widen(hash << 16);
                 sum = std::bit_cast<float>(high) + std::bit_cast<float>(low);
             }
             const float big = sum * 8193.0f;  // round_to_half of simd.h, one lane

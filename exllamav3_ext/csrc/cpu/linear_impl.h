@@ -2,9 +2,9 @@
 // been scaled and rotated.
 //
 // Tiles are decoded to float32 in ring order and used in that order: a vector of consecutive ring
-// positions holds rows of one column (4 lanes) or of two columns c and c + 8 (8 and 16 lanes). So x
-// is arranged once so that its lanes meet the rows, products are accumulated lane by lane, and lanes
-// are added up only after the last tile. Nothing is ever permuted.
+// positions holds rows of one column (4 lanes) or of two columns c and c + 8 (8 and 16 lanes). So
+// x is arranged once so that its lanes meet the rows, products are accumulated lane by lane, and
+// lanes are added up only after the last tile. Nothing is ever permuted.
 //
 //     bit of t       7 6 5     4 3          2           1         0
 //     means          col & 7   row/2 & 3    col >= 8    row >= 8  row & 1
@@ -13,8 +13,8 @@
 //      4 lanes       accumulator, x vector (bits 4, 3), accumulator (bit 2)
 //
 // For each 8 tiles along k and each of the block's 8 tile columns: decode them (8 KB, in L1), then
-// multiply with up to 3 rows of x at a time. So a weight is decoded once for all rows. Each value of
-// y is a sum in one fixed order, whatever the number of threads.
+// multiply with up to 3 rows of x at a time. So a weight is decoded once for all rows. Each value
+// of y is a sum in one fixed order, whatever the number of threads.
 
 #pragma once
 
@@ -58,9 +58,11 @@ int64_t arranged_size(int64_t k, int64_t rows) {
 
 void arrange_x(const float* x, int64_t k, int64_t row, int64_t rows, float* arranged) {
     for (int64_t tile = 0; tile < k / kTile; ++tile, x += kTile) {
-        float* out = arranged + (tile / kChunk * rows + row) * kRowFloats + tile % kChunk * kXFloats;
+        const int64_t chunk = tile / kChunk, inside = tile % kChunk;
+        float* out = arranged + (chunk * rows + row) * kRowFloats + inside * kXFloats;
         for (int v = 0; v < kXVectors; ++v)
-            for (int i = 0; i < kLanes; ++i) out[v * kLanes + i] = x[tile_row(ring_offset(0, v) + i)];
+            for (int i = 0; i < kLanes; ++i)
+                out[v * kLanes + i] = x[tile_row(ring_offset(0, v) + i)];
     }
 }
 
@@ -104,7 +106,8 @@ void multiply(const float* values, int64_t tiles, const float* x, float* sums) {
 // Adds the lanes of one tile column's accumulators up to its 16 outputs.
 EXL3_INLINE void add_lanes(const float* sums, float* columns) {
     for (int a = 0; a < kAccumulators; ++a)
-        for (int i = 0; i < kLanes; ++i) columns[tile_col(ring_offset(a, 0) + i)] += sums[a * kLanes + i];
+        for (int i = 0; i < kLanes; ++i)
+            columns[tile_col(ring_offset(a, 0) + i)] += sums[a * kLanes + i];
 }
 
 int64_t linear_scratch(int64_t rows) {

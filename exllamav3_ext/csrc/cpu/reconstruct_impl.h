@@ -1,4 +1,4 @@
-// From tiles to a matrix: tiles laid out in rows, and the rotation of a 128 x 128 block on both sides.
+// From tiles to a matrix: tiles laid out in rows, and a 128 x 128 block rotated on both sides.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// The states of a tile, by plain loops that compilers vectorize well enough: unpacking serves tests,
-// inspection and tools, not the product.
+// The states of a tile, by plain loops that compilers vectorize well enough: unpacking serves
+// tests, inspection and tools, not the product.
 
 #pragma once
 

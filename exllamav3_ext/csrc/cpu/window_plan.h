@@ -1,11 +1,11 @@
 // Where the 16-bit windows of a tile lie, worked out at compile time for every rate.
 //
 // A group is `Lanes` consecutive ring positions. It begins at ring bit Lanes * K * group, and one
-// unaligned load from word `base(group)` brings all the ring bits that its windows touch. Window i
-// then lies in two neighbouring 16-bit halves: high half `halves[i] - 1`, low half `halves[i]` in
-// ring order, counted from the load, to be shifted right by `shifts[i]`. In memory the two halves of
-// a word are swapped (format.h), so ring half h is element h ^ 1. Offsets repeat every `kPhases`
-// groups.
+// unaligned load from word `base(group)` brings all the ring bits that its windows touch. Window
+// i then lies in two neighbouring 16-bit halves: high half `halves[i] - 1`, low half `halves[i]`
+// in ring order, counted from the load, to be shifted right by `shifts[i]`. In memory the two
+// halves of a word are swapped (format.h), so ring half h is element h ^ 1. Offsets repeat every
+// `kPhases` groups.
 
 #pragma once
 
