@@ -15,10 +15,11 @@ them. The walk traced back from the cheapest end enters the ring at some node; t
 back once more from that node, it nearly always enters there again and is closed. If
 `MAX_ROUNDS` rounds do not close it, a second search starts and ends at the last node.
 
-Arithmetic, the same on every path (kernels included), so that all of them return the
-same bits: values and weights are scaled by 2^(7+K) and rounded to integers, costs are
-float32, a step is one subtraction (exact) and one fused multiply-add (rounded once),
-of equal candidates the smallest c wins, and the first of equally cheap nodes.
+Arithmetic, the same on every CPU path, so that all of them return the same bits: values
+and weights are scaled by 2^(7+K) and rounded to integers, costs are float32, a step is
+one subtraction (exact) and one fused multiply-add (rounded once), of equal candidates
+the smallest c wins, and the first of equally cheap nodes. CUDA kernels follow the same
+plan with float16 costs: other walks, the same error.
 
 Not covered: half-integer K, which is read but never written.
 """
