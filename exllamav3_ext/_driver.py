@@ -36,7 +36,7 @@ from ._build import (
 
 def ninja_file(kind: str, target: Path) -> str:
     """Text of build.ninja: one edge for each source, one link."""
-    compiler = os.environ.get("CXX", "g++")
+    compiler = find_compiler()
     cxx, nvcc, link = cxx_flags(kind), nvcc_flags() if kind == "cuda" else [], link_flags(kind)
     lines = [
         "ninja_required_version = 1.5",
@@ -108,18 +108,25 @@ def jit_directory(kind: str) -> Path:
     return Path(root) / "exllamav3" / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
+def find_compiler() -> str:
+    """The C++ compiler: CXX, or the first of g++, c++ and clang++ on PATH."""
+    asked = os.environ.get("CXX")
+    for compiler in [asked] if asked else ["g++", "c++", "clang++"]:
+        if shutil.which(compiler.split()[0]) is not None:
+            return compiler
+    raise BuildError(
+        f"no C++ compiler: {asked or 'g++'!r} was not found. Install g++ (12 or newer) or set CXX; "
+        f"EXLLAMAV3_BUILD=none installs without native code, which is very slow."
+    )
+
+
 def _check_toolchain() -> None:
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise BuildError(
             "this is a free-threaded Python, which has no limited API; "
             "use a regular build of Python, or EXLLAMAV3_BUILD=none"
         )
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler.split()[0]) is None:
-        raise BuildError(
-            f"no C++ compiler: {compiler!r} was not found. Install g++ (12 or newer) or set CXX; "
-            f"EXLLAMAV3_BUILD=none installs without native code, which is very slow."
-        )
+    find_compiler()
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
         raise BuildError(f"{header} is missing: install the Python headers (python3-dev)")

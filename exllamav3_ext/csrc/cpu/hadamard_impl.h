@@ -3,22 +3,25 @@
 
 #pragma once
 
+#include <utility>
+
 #include "format.h"
 #include "cpu/simd.h"
 
 namespace exl3 {
 namespace {
 
-// y[i] = x[i] + x[i ^ distance], or x[i ^ distance] - x[i] where i has that bit.
+// y[i] = x[i] + x[i ^ Distance], or x[i ^ Distance] - x[i] where i has that bit.
+template <int Distance, int... Lane>
+EXL3_INLINE F butterfly_inside(F x, std::integer_sequence<int, Lane...>) {
+    const F partner = __builtin_shufflevector(x, x, (Lane ^ Distance)...);
+    const F sign = {((Lane & Distance) ? -1.0f : 1.0f)...};
+    return partner + sign * x;
+}
+
 template <int Distance>
 EXL3_INLINE F butterfly_inside(F x) {
-    I partner;
-    F sign;
-    for (int i = 0; i < kLanes; ++i) {
-        partner[i] = i ^ Distance;
-        sign[i] = (i & Distance) ? -1.0f : 1.0f;
-    }
-    return __builtin_shuffle(x, partner) + sign * x;
+    return butterfly_inside<Distance>(x, std::make_integer_sequence<int, kLanes>{});
 }
 
 void hadamard_blocks(float* x, int64_t blocks) {
