@@ -8,7 +8,7 @@
 Billions of weights a second (each weight of the matrix counts once a call, whatever the number of
 rows), the best of several runs; the weight is larger than L2, so it comes from L3 or memory.
 With one thread CPU time is taken, so that a busy machine disturbs it little; with more it is wall
-time, and needs an idle machine.
+time, and a busy machine needs more `--seconds` for its best moment.
 For comparison, what a float32 matrix of the same size does in `torch.matmul`.
 """
 
@@ -27,12 +27,12 @@ RATES = (1, 2, 3, 4, 5, 6, 8)
 ROWS = (1, 4, 16, 64, 256)
 
 
-def best_seconds(function: Callable[[], object], threads: int, repeats: int) -> float:
-    """Least time of one call."""
+def best_seconds(function: Callable[[], object], threads: int, seconds: float) -> float:
+    """Least time of one call, over at least 5 calls and so many seconds."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     function()
     times: list[float] = []
-    while len(times) < repeats or (sum(times) < 0.2 and len(times) < 10 * repeats):
+    while len(times) < 5 or sum(times) < seconds:
         start = clock()
         function()
         times.append(clock() - start)
@@ -42,8 +42,8 @@ def best_seconds(function: Callable[[], object], threads: int, repeats: int) -> 
 class Bench:
     """A square weight of random bits and the measurements on it."""
 
-    def __init__(self, size: int, repeats: int) -> None:
-        self.size, self.repeats = size, repeats
+    def __init__(self, size: int, seconds: float) -> None:
+        self.size, self.seconds = size, seconds
         self.generator = torch.Generator().manual_seed(0)
         self.suh, self.svh = (torch.randn(size, generator=self.generator).half() for _ in "ab")
 
@@ -54,7 +54,7 @@ class Bench:
     def rate(self, function: Callable[[], object], threads: int) -> float:
         """Billion weights a second."""
         torch.set_num_threads(threads)
-        return self.size**2 / best_seconds(function, threads, self.repeats) / 1e9
+        return self.size**2 / best_seconds(function, threads, self.seconds) / 1e9
 
     def linear(self, bits: float, codebook: Codebook, rows: int, threads: int) -> float:
         trellis = self.trellis(bits)
@@ -79,11 +79,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=4096, help="k and n (default 4096)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.2, help="for each number")
     args = parser.parse_args()
     require_native("linear", "cpu")
     print(build_info())
-    bench = Bench(args.size, args.repeats)
+    bench = Bench(args.size, args.seconds)
 
     rows = [
         [str(bits), str(threads)]
