@@ -69,6 +69,18 @@ CUDA_SOURCES: tuple[Source, ...] = (
     Source("cuda/delta_rule.cu"),
     Source("cuda/viterbi.cu"),
     *(Source(f"cuda/viterbi_k{bits}.cu") for bits in range(1, 9)),
+    Source("cuda/bind_codec.cpp"),
+    Source("cuda/bind_linear.cpp"),
+    Source("cuda/codec.cu"),
+    Source("cuda/counters.cpp"),
+    Source("cuda/linear_plan.cpp"),
+    Source("cuda/linear_launch.cu"),
+    *(
+        Source(f"cuda/instances/linear_r{rows}_{part}.cu")
+        for part in ("group", *(f"k{bits}" for bits in range(1, 9)), "half")
+        for rows in (2, 8, 16, 32)
+    ),
+    Source("cuda/reconstruct.cu"),
 )
 
 # Anything fused is written as such in the source: the compiler never contracts a*b+c, so that

@@ -1,0 +1,6 @@
+#include "cuda/linear_launch.cuh"
+
+namespace exl3 {
+EXL3_INSTANTIATE(8, 2, false)
+EXL3_INSTANTIATE(8, 2, true)
+}  // namespace exl3

@@ -1,0 +1,104 @@
+// How a launch of the packed linear is cut: see linear_kernel.cuh.
+
+#pragma once
+
+#include "hadamard.cuh"
+#include "linear_params.h"
+#include "window.cuh"
+
+namespace exl3 {
+
+inline constexpr int kLinearWarps = 8;
+inline constexpr int kLinearThreads = 32 * kLinearWarps;
+
+inline constexpr int kMaxRows = 16;  // of the digits and halves arithmetics
+// mul1: value = k (1024 + B) + c = k (B - 510) + c'.
+inline constexpr float kMul1Rest = static_cast<float>(1534.0 * kMul1Scale + kMul1Offset);
+
+enum class Arithmetic { kDigits, kHalves, kPacked };
+
+template <int Rows>
+struct Shape {
+    static constexpr int kColumns = Rows < 8 ? 8 : Rows;  // columns of the input operand
+    static constexpr int kGroups = kColumns / 8;
+    static constexpr int kTiles = Rows <= 16 ? 4 : 2;  // adjacent tiles of a step
+    static constexpr int kSums = Rows == 2 ? 6 : Rows;  // columns that are summed
+    static constexpr int kMaxColumnBlocks = kTiles;  // of 128 columns in a job: 8 warps x kTiles x 16
+    static constexpr int kBlocks = Rows == 2 ? 3 : 2;  // thread blocks on a multiprocessor
+    static constexpr int kRingBytes = Rows == 8 ? 6656 : 4608;  // aim for one warp's ring
+
+    static __host__ __device__ constexpr Arithmetic arithmetic(bool is_mul1) {
+        return Rows > 16              ? Arithmetic::kPacked
+               : Rows == 2 && is_mul1 ? Arithmetic::kDigits
+                                      : Arithmetic::kHalves;
+    }
+    // Bytes of one input channel of one column in shared memory.
+    template <int HalfBits>
+    static __host__ __device__ constexpr int input_bytes() {
+        return is_twice<HalfBits>() ? 4 : 2;
+    }
+    // Whether the input of the halves stands twice in shared memory. Where wide rates leave too little
+    // of it, 16 rows stand once and are doubled in registers.
+    template <int HalfBits>
+    static __host__ __device__ constexpr bool is_twice() {
+        return Rows < 16 || (Rows == 16 && HalfBits <= 12);
+    }
+    template <bool IsMul1>
+    using Sum = std::conditional_t<arithmetic(IsMul1) == Arithmetic::kDigits, int, float>;
+    template <int HalfBits>
+    static __host__ __device__ constexpr int depth() {
+        constexpr int fit = kRingBytes / Stage<HalfBits, kTiles>::kBytes;
+        return fit < 2 ? 2 : fit > 8 ? 8 : fit;
+    }
+};
+
+// Accumulators of a warp.
+template <int Rows, bool IsMul1>
+using Sums = typename Shape<Rows>::template Sum<IsMul1>[Shape<Rows>::kTiles][Shape<Rows>::kGroups][4];
+
+// What this thread block computes.
+struct Job {
+    int slice, row_group, block_across, column_block, column_blocks;
+    int row, rows;                // of the row group
+    int quad, quads;              // of the slice: 64 channels each
+    int k_block, k_blocks;        // blocks of 128 channels that the slice touches
+
+    __device__ __forceinline__ Job(const LinearParams& p, const LinearMember& m, int class_rows,
+                                   int tiles) {
+        int index = blockIdx.x - m.first_block;
+        const int outer = index / p.row_groups;
+        row_group = index - outer * p.row_groups;
+        slice = outer / m.blocks_across;
+        column_blocks = m.warps_across * tiles / 8;
+        block_across = outer - slice * m.blocks_across;
+        column_block = block_across * column_blocks;
+        column_blocks = min(column_blocks, m.column_blocks - column_block);
+        row = row_group * class_rows;
+        rows = min(class_rows, p.rows - row);
+        quad = slice * m.slice_quads;
+        quads = min(m.slice_quads, 2 * p.k_blocks - quad);
+        k_block = quad / 2;
+        k_blocks = (quad + quads + 1) / 2 - k_block;
+    }
+};
+
+struct LinearShared {
+    uint32_t largest[2][kLinearWarps];     // digits: of (row, block), as float bits
+    int digit_sums[2][3][kLinearWarps];    // digits: of (row, digit, block)
+    float inverse_scale[2];                // digits: of each row
+    float first_channel[kMaxRows][kMaxSliceQuads / 2 + 1];  // halves of mul1: before the transform
+    float row_term[kMaxRows];              // c' times the sum of the row, halves of mul1
+    int digit_total[2][3];                 // digits: of (row, digit)
+    int is_last[4];                        // of each column block
+};
+
+// Input operand in shared memory: planes of 16-byte entries [tile row][column]. A plane holds, of the
+// 16 channels of a tile row, those of words w (halves, digits: one w a plane, 4 bytes a channel) or of
+// words 2 h and 2 h + 1 (packed). Columns are permuted against bank conflicts.
+template <int Columns>
+__device__ __forceinline__ int entry(int plane, int tile_rows, int tile_row, int column) {
+    const int swap = Columns >= 8 ? 2 * (tile_row & 3) : 0;
+    return ((plane * tile_rows + tile_row) * Columns + (column ^ swap)) * 16;
+}
+
+}  // namespace exl3
