@@ -16,7 +16,7 @@ from torch import Tensor
 from exllamav3.codec.params import HADAMARD_BLOCK, TILE, Codebook, bits_of_trellis
 from exllamav3.errors import FormatError
 from exllamav3.ops import reconstruct, require_device
-from exllamav3.ops.linear import check_linear_input
+from exllamav3.ops.linear import check_linear_input, run_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Exl3Tensor:
         """
         require_device(self.device)
         check_linear_input("Exl3Tensor.forward", x, self.in_features, self.device)
-        result: Tensor = torch.ops.exllamav3.linear(
+        return run_linear(
             x,
             self.trellis_IOW,
             self.suh_K,
@@ -118,7 +118,6 @@ class Exl3Tensor:
             self.codebook.id,
             x.dtype if out_dtype is None else out_dtype,
         )
-        return result
 
     def to(self, device: torch.device | str) -> Exl3Tensor:
         """The same weight on a device."""

@@ -10,8 +10,10 @@ from torch import Tensor
 from exllamav3.errors import FormatError
 from exllamav3.ops.checks import FLOATS, CodebookLike, check_shape, check_tensor, codebook_id
 from exllamav3.ops.codec import check_out_dtype, check_weight
+from exllamav3.ops.matrix_product import PACKED_ROWS, linear_by_matrix
 from exllamav3.ops.reference import linear as reference
 from exllamav3.ops.register import register
+from exllamav3.ops.status import backend
 
 
 def exl3_linear(
@@ -25,8 +27,9 @@ def exl3_linear(
 ) -> Tensor:
     """``x W + bias`` with W = ``diag(suh) P_k W_inner P_n diag(svh)``, decoded on the fly.
 
-    On the CPU all arithmetic is float32. CUDA kernels round ``x * suh`` and its
-    transform to float16 and accumulate in float32.
+    On the CPU all arithmetic is float32. CUDA kernels multiply float16 activations (23-bit
+    fixed point for one or two rows of mul1) and accumulate in float32; more than
+    `PACKED_ROWS` rows go through the reconstructed float16 matrix. docs/numerics.md.
 
     Args:
         x: float32, float16 or bfloat16 ``(..., k)``.
@@ -50,7 +53,22 @@ def exl3_linear(
         check_shape("exl3_linear", "bias", bias, (n,), "one bias for each output channel")
     dtype = x.dtype if out_dtype is None else out_dtype
     check_out_dtype("exl3_linear", dtype)
-    result: Tensor = torch.ops.exllamav3.linear(x, trellis, suh, svh, bias, number, dtype)
+    return run_linear(x, trellis, suh, svh, bias, number, dtype)
+
+
+def run_linear(
+    x: Tensor,
+    trellis: Tensor,
+    suh: Tensor,
+    svh: Tensor,
+    bias: Tensor | None,
+    codebook: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`exl3_linear` of arguments that have been checked, by whichever way is faster."""
+    if _is_by_matrix(x):
+        return linear_by_matrix(x, trellis, suh, svh, bias, codebook, out_dtype)
+    result: Tensor = torch.ops.exllamav3.linear(x, trellis, suh, svh, bias, codebook, out_dtype)
     return result
 
 
@@ -88,10 +106,23 @@ def exl3_linear_group(
         check_linear_input(op, x, k, trellis[i].device)
     dtype = x.dtype if out_dtype is None else out_dtype
     check_out_dtype("exl3_linear_group", dtype)
+    if _is_by_matrix(x):
+        return [
+            linear_by_matrix(x, trellis[i], suh[i], svh[i], None, number, dtype)
+            for i, number in enumerate(numbers)
+        ]
     result: list[Tensor] = torch.ops.exllamav3.linear_group(
         x, list(trellis), list(suh), list(svh), numbers, dtype
     )
     return result
+
+
+def _is_by_matrix(x: Tensor) -> bool:
+    return (
+        x.is_cuda
+        and x.numel() > PACKED_ROWS * x.shape[-1]
+        and backend("linear", x.device) == "native"
+    )
 
 
 def check_linear_input(op: str, x: Tensor, k: int, device: torch.device) -> None:
