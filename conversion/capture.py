@@ -14,7 +14,7 @@ from exllamav3.modules.module import Module
 from exllamav3.quant import HessianAccumulator
 
 SENSITIVITY_LIMIT = 1.05
-"""Above this ratio an "auto" gate or up projection gets no output scales (docs/format.md)."""
+"""Above this ratio an "auto" gate or up projection gets no output scales (`use_output_scales`)."""
 
 
 class HessianCapture:

@@ -15,7 +15,7 @@ class LinearReport:
 
     bits, codebook: of its trellis
     proxy_error: tr(E^T H E) / tr(W^T H W) in the original basis, None without a Hessian
-    rmse: error of an uncalibrated linear in the regularised basis, None with a Hessian
+    rmse: ||W - W_hat|| / ||W||, whether or not there was a Hessian
     g_scale: global scale found by the search
     out_scales: whether output channel scales were used
     fallback: quantized without error feedback

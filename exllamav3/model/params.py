@@ -22,7 +22,6 @@ KNOWN = {
     "sequences": "for the cache: one of its sequences for each row",
     "batch_shape": "for the cache: (rows, tokens a row)",
     "block_table": "for the cache: int (b, pages)",
-    "recurrent_states": "for the cache: states of linear attention",
 }
 """Keys of `params`."""
 

@@ -87,9 +87,9 @@ class BindableCache(Protocol):
     def bind(self, params: Mapping[str, Any], batch: int) -> BatchCache:
         """The view of this cache for the `batch` rows that `params` describes.
 
-        `params` is what the caller gave to `Model.forward` (`batch_shape`, `block_table`,
-        `recurrent_states`, ... are the cache's own business). Raises FormatError when they
-        do not describe `batch` sequences of this cache.
+        `params` is what the caller gave to `Model.forward`; `sequences`, `batch_shape` and
+        `block_table` are the cache's own business. Raises FormatError when they do not describe
+        `batch` sequences of this cache.
         """
         ...
 

@@ -44,10 +44,6 @@ class Embedding(Module):
         assert self.weight is not None
         return {f"{self.key}.weight": self.weight}
 
-    def own_numel(self) -> int:
-        """Elements of the table."""
-        return self.vocab_size * self.hidden_size
-
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Look up `x`, integer `(b, s)`; ids must be inside the vocabulary."""
         assert self.weight is not None

@@ -148,10 +148,6 @@ class GatedDeltaNet(Module):
         """Them in the dtype they came in."""
         return {f"{self.key}.{n}": t.to(self._stored_dtypes[n]) for n, t in self._own.items()}
 
-    def own_numel(self) -> int:
-        """Their elements."""
-        return sum(torch.Size(shape).numel() for shape in self._own_shapes().values())
-
     def _project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The four inputs in either storage form.
 

@@ -147,10 +147,6 @@ class Linear(Module):
             tensors[f"{self.key}.bias"] = self.bias.to(torch.float16)
         return tensors
 
-    def own_numel(self) -> int:
-        """Elements of the padded weight."""
-        return self.in_padded * self.out_padded
-
     def pad_input(self, x: Tensor) -> Tensor:
         """Extend `(..., in_features)` by zeros to whole Hadamard blocks."""
         missing = self.in_padded - self.in_features

@@ -93,7 +93,6 @@ class Module:
         modules: children in registration order; only these are loaded, quantized and saved.
         device, dtype: where and in which activation dtype it was loaded; device is None before.
         q_priority: precedence of its linears when bits are handed out (largest among ancestors).
-        select_hq_bits: by how much `--hq` raises the floor of its linears.
     """
 
     def __init__(self, key: str) -> None:
@@ -102,7 +101,6 @@ class Module:
         self.device: torch.device | None = None
         self.dtype = torch.float32
         self.q_priority = 0
-        self.select_hq_bits = 0
 
     def __iter__(self) -> Iterator[Module]:
         """This module, then all below it, depth first in registration order."""
@@ -153,14 +151,6 @@ class Module:
     def get_tensors(self) -> dict[str, Tensor]:
         """The tensors this module holds itself, by name, as a checkpoint stores them."""
         return {}
-
-    def own_numel(self) -> int:
-        """Elements of weights this module holds itself, padding of quantized linears included."""
-        return 0
-
-    def weights_numel(self) -> int:
-        """Elements of weights of this module and its children."""
-        return sum(module.own_numel() for module in self)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Apply the module to `(b, s, features)` activations."""

@@ -50,10 +50,6 @@ class RMSNorm(Module):
         assert self.weight is not None
         return {f"{self.key}.weight": self.weight.to(self._stored_dtype)}
 
-    def own_numel(self) -> int:
-        """Length of the weight."""
-        return self.size
-
     @property
     def scale(self) -> Tensor:
         """What the normalised input is multiplied with, float32 `(size,)`; loaded modules only."""

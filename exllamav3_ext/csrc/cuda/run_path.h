@@ -56,7 +56,7 @@ struct GateJob {
 cudaError_t gate_mul(const GateJob& job, cudaStream_t stream);
 
 // What a gated delta net does between its projections and the recurrence. Shapes as in
-// exllamav3/ops/delta_inputs.py.
+// exllamav3/ops/run_path.py.
 struct DeltaInputsJob {
     Array qkv, a, b;
     const float *past, *weight, *decay_log, *time_bias;
