@@ -37,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=exllamav3.__version__)
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="see below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
+    rest = parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command"
+    )
+    rest.required = False  # argparse would name it beside COMMAND when both are missing
     arguments = parser.parse_args(argv)
 
     def run() -> int:

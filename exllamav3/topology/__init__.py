@@ -11,7 +11,6 @@ The way through the package:
 Only a ResolvedTopology reaches modules and converter. See docs/qkv_topology.md.
 """
 
-from exllamav3.topology.allocation import Allocation, apply_topology, mean_bits
 from exllamav3.topology.consumer import validate_declaration
 from exllamav3.topology.copies import check_copies
 from exllamav3.topology.declaration import (
@@ -35,7 +34,6 @@ __all__ = [
     "FUSED_NAME",
     "METADATA_KEY",
     "SCHEMA",
-    "Allocation",
     "AttentionFacts",
     "Declaration",
     "ModelFacts",
@@ -46,7 +44,6 @@ __all__ = [
     "ResolvedTopology",
     "TensorMeta",
     "TopologyRow",
-    "apply_topology",
     "check_copies",
     "check_payload",
     "check_plan",
@@ -56,7 +53,6 @@ __all__ = [
     "check_undeclared",
     "declaration_in_config",
     "load_plan",
-    "mean_bits",
     "parse_declaration",
     "parse_declaration_text",
     "parse_plan",

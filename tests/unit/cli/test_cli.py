@@ -62,6 +62,12 @@ def test_wrong_usage_exits_with_2(capsys, arguments):
     assert "usage: exllamav3" in capsys.readouterr().err
 
 
+def test_a_missing_command_is_the_only_thing_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().err.endswith("arguments are required: COMMAND\n")
+
+
 @pytest.mark.parametrize("command", [["inspect"], ["eval"], ["generate"]])
 def test_a_folder_without_a_model_is_one_line_and_exit_code_1(capsys, tmp_path, command):
     prompt = ["hello"] if command == ["generate"] else []

@@ -47,13 +47,9 @@ def refused(obj=None, inventory=None, facts=FACTS) -> str:
 
 def with_tensors(changes):
     """The sample's tensors with some replaced; None removes one."""
-    tensors = inventory_of(TOPOLOGY)
-    for name, meta in changes.items():
-        if meta is None:
-            del tensors[name]
-        else:
-            tensors[name] = meta
-    return tensors
+    stored = inventory_of(TOPOLOGY)
+    assert {name for name, meta in changes.items() if meta is None} <= stored.keys()
+    return {name: meta for name, meta in {**stored, **changes}.items() if meta is not None}
 
 
 def test_a_faithful_checkpoint_gives_the_topology_it_was_made_with():

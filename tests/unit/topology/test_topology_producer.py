@@ -1,4 +1,4 @@
-"""What the producer checks besides the payload: source, copies, inventory file, bits."""
+"""What the producer checks besides the payload: source, copies, inventory file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from topology_samples import FACTS, L3, L7, L11, QMAP, block, edited, sample_top
 
 from exllamav3.errors import TopologyError
 from exllamav3.topology import (
-    Allocation,
     ModelFacts,
     TensorMeta,
-    apply_topology,
     check_copies,
     check_source,
     check_tensor_storage,
-    mean_bits,
     parse_declaration,
     storage_annotation,
 )
@@ -254,50 +251,3 @@ def test_a_tensor_storage_that_disagrees_is_refused(edit, expected):
 def test_a_tensor_storage_of_another_type_is_refused(document):
     with pytest.raises(TopologyError, match=r"^quantization_config\.json, tensor_storage"):
         check_tensor_storage(TOPOLOGY, document)
-
-
-def test_the_allocation_is_replaced_and_the_achieved_bits_recomputed():
-    allocated = {f"{PREFIX_MLP}.up_proj": Allocation(5, 1000)}
-    for layer in (L3, L7, L11):
-        for name, width in WIDTHS.items():
-            allocated[f"{layer}.{name}"] = Allocation(5, 256 * width)
-        allocated[f"{layer}.o_proj"] = Allocation(5, 256 * 256)
-    result = apply_topology(TOPOLOGY, FACTS, allocated)
-    assert list(result)[:3] == [f"{PREFIX_MLP}.up_proj", f"{L3}.qkv_proj", f"{L3}.o_proj"]
-    assert result[f"{L3}.qkv_proj"] == Allocation(6, 256 * 768)
-    assert f"{L3}.q_proj" not in result
-    assert [result[f"{L11}.{name}"].bits for name in WIDTHS] == [4, 6, 6]
-    unchanged = [key for key in allocated if "o_proj" in key or L7 in key or "mlp" in key]
-    assert all(result[key] == allocated[key] for key in unchanged)
-    expected = sum(a.bits * a.weights for a in result.values()) / sum(
-        a.weights for a in result.values()
-    )
-    assert mean_bits(result.values()) == pytest.approx(expected)
-    assert mean_bits(allocated.values()) == 5.0
-    assert mean_bits([]) == 0.0
-
-
-PREFIX_MLP = "model.language_model.layers.3.mlp"
-
-
-def test_fused_weights_are_counted_as_padded_once():
-    facts = ModelFacts(tuple(block(layer, 576, (576, 192, 192)) for layer in (L3, L7, L11)))
-    topology = sample_topology(facts)
-    allocated = {
-        f"{layer}.{name}": Allocation(5, 640 * width)
-        for layer in (L3, L7, L11)
-        for name, width in (("q_proj", 640), ("k_proj", 256), ("v_proj", 256))
-    }
-    result = apply_topology(topology, facts, allocated)
-    assert result[f"{L3}.qkv_proj"].weights == 640 * 1024
-
-
-def test_an_allocation_that_lacks_a_declared_projection_is_refused():
-    with pytest.raises(TopologyError, match="has no entry"):
-        apply_topology(TOPOLOGY, FACTS, {})
-
-
-def test_an_allocation_for_another_model_is_refused():
-    allocated = {f"{layer}.{name}": Allocation(5, 1) for layer in (L3, L7, L11) for name in WIDTHS}
-    with pytest.raises(TopologyError, match="is not in this model"):
-        apply_topology(TOPOLOGY, ModelFacts((block(L7),)), allocated)
