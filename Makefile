@@ -72,13 +72,15 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: $(BIN)/python $(CONSTRAINTS)
-	$(PIP) install -q $(CONSTRAIN) setuptools wheel ninja
-	$(PIP) install $(CONSTRAIN) $(TORCH)
-	touch $@
+	@echo "installing $(TORCH) into $(VENV)"
+	@$(PIP) install -q $(CONSTRAIN) setuptools wheel ninja
+	@$(PIP) install -q $(CONSTRAIN) $(TORCH)
+	@touch $@
 
 $(STAMP): $(VENV)/.torch setup.py pyproject.toml $(NATIVE)
-	$(PIP) install $(CONSTRAIN) --no-build-isolation -e ".[test]"
-	touch $@
+	@echo "compiling the native code and installing exllamav3: a few minutes of CPU time"
+	@$(PIP) install -q $(CONSTRAIN) --no-build-isolation -e ".[test]"
+	@touch $@
 
 $(VENV)/.quality: $(STAMP)
 	$(PIP) install -q $(CONSTRAIN) ruff mypy

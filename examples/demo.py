@@ -9,6 +9,7 @@ compares it with its source. `make demo` runs this.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -59,18 +60,22 @@ def main() -> int:
         size_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         print(f"  {name:8} {size_bytes / 1e6:6.2f} MB")
     print(f"\nMade in {time.monotonic() - start:.0f} s:")
-    print(f"  {result}   the converted model")
-    print(f"  {PLAN}   the plan it was made with")
+    print(f"  {_shown(result):40} the converted model")
+    print(f"  {_shown(PLAN):40} the plan it was made with")
     return 0
 
 
 def run(*arguments: object) -> None:
-    """Run one `exllamav3` command in this process, echoing it as a shell would show it."""
-    words = [str(argument) for argument in arguments]
+    """Run one `exllamav3` command in this process, echoing it as it would be typed here."""
+    words = [_shown(a) if isinstance(a, Path) else str(a) for a in arguments]
     print("\n$ exllamav3", *words, flush=True)
     status = exllamav3_command(words)
     if status:
         sys.exit(status)
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path)
 
 
 if __name__ == "__main__":
