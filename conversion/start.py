@@ -179,7 +179,7 @@ def check_devices(devices: Sequence[str]) -> None:
         require_device(device)
 
 
-def _absolute(values: Mapping[str, Any]) -> dict[str, str]:
+def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     """The paths among option values, so that a job can be resumed from another folder."""
     names = ("in_dir", "work_dir", "out_dir", "cal_data")
     return {name: os.path.abspath(values[name]) for name in names if values.get(name)}
