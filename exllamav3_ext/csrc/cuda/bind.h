@@ -12,8 +12,9 @@
 namespace exl3 {
 
 inline Float float_type(ScalarType dtype, const char* name) {
-    STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
-                    name, " must be float16, float32 or bfloat16, got ", torch::headeronly::toString(dtype));
+    STD_TORCH_CHECK(
+        dtype == ScalarType::Half || dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
+        name, " must be float16, float32 or bfloat16, got ", torch::headeronly::toString(dtype));
     return dtype == ScalarType::Half    ? Float::kHalf
            : dtype == ScalarType::Float ? Float::kFloat
                                         : Float::kBFloat16;
@@ -47,8 +48,10 @@ struct CudaWeight {
         check_dtype(trellis, ScalarType::Short, "trellis");
         const int64_t last = trellis.size(2);
         STD_TORCH_CHECK(last % 8 == 0 && last <= 128 && is_rate(int(last / 8)),
-                        "trellis: last dimension is ", last, ", expected 16 K with a rate K of EXL3");
-        STD_TORCH_CHECK(codebook >= 0 && codebook <= 2, "codebook must be 0, 1 or 2, got ", codebook);
+                        "trellis: last dimension is ", last,
+                        ", expected 16 K with a rate K of EXL3");
+        STD_TORCH_CHECK(codebook >= 0 && codebook <= 2, "codebook must be 0, 1 or 2, got ",
+                        codebook);
         half_bits = int(last / 8);
         STD_TORCH_CHECK(half_bits % 2 == 0 || codebook == kMul1,
                         "half-integer rates go with codebook 2 (mul1) only");

@@ -7,8 +7,8 @@ namespace exl3 {
 namespace {
 
 WeightView view_of(const CudaWeight& weight, int64_t codebook) {
-    return {weight.data, weight.row_bytes, int(weight.k / kTile), int(weight.n / kTile), weight.half_bits,
-            int(codebook)};
+    return {weight.data,           weight.row_bytes, int(weight.k / kTile),
+            int(weight.n / kTile), weight.half_bits, int(codebook)};
 }
 
 Tensor pack(const Tensor& states_in, double bits) {
@@ -24,8 +24,8 @@ Tensor pack(const Tensor& states_in, double bits) {
     Tensor trellis = empty(shape, ScalarType::Short, states);
     const int64_t tiles = states.numel() / kTileWeights;
     if (tiles > 0)
-        EXL3_CUDA_CHECK(launch_pack(states.const_data_ptr(), trellis.mutable_data_ptr(), tiles, half_bits,
-                                    scope.stream));
+        EXL3_CUDA_CHECK(launch_pack(states.const_data_ptr(), trellis.mutable_data_ptr(), tiles,
+                                    half_bits, scope.stream));
     return trellis;
 }
 
@@ -33,7 +33,8 @@ Tensor unpack(const Tensor& trellis_in) {
     const CudaScope scope(trellis_in);
     const CudaWeight weight(trellis_in, kMul1);
     const Tensor trellis = for_vectors(weight.owner);
-    Tensor states = empty({trellis.size(0), trellis.size(1), kTileWeights}, ScalarType::Short, trellis);
+    Tensor states =
+        empty({trellis.size(0), trellis.size(1), kTileWeights}, ScalarType::Short, trellis);
     const int64_t tiles = trellis.size(0) * trellis.size(1);
     if (tiles > 0)
         EXL3_CUDA_CHECK(launch_unpack(trellis.const_data_ptr(), states.mutable_data_ptr(), tiles,
@@ -46,12 +47,13 @@ Tensor decode(const Tensor& trellis, int64_t codebook) {
     const CudaWeight weight(trellis, codebook);
     Tensor out = empty({weight.k, weight.n}, ScalarType::Half, trellis);
     if (weight.k > 0 && weight.n > 0)
-        EXL3_CUDA_CHECK(launch_decode(view_of(weight, codebook), out.mutable_data_ptr(), scope.stream));
+        EXL3_CUDA_CHECK(
+            launch_decode(view_of(weight, codebook), out.mutable_data_ptr(), scope.stream));
     return out;
 }
 
-Tensor reconstruct(const Tensor& trellis, const Tensor& suh_in, const Tensor& svh_in, int64_t codebook,
-                   ScalarType dtype) {
+Tensor reconstruct(const Tensor& trellis, const Tensor& suh_in, const Tensor& svh_in,
+                   int64_t codebook, ScalarType dtype) {
     const CudaScope scope(trellis);
     const CudaWeight weight(trellis, codebook);
     weight.check_blocks("reconstruct");
@@ -85,14 +87,16 @@ Tensor hadamard(const Tensor& x_in, const std::optional<Tensor>& pre_in,
         check_same_device(*t, x, name);
         return for_vectors(*t);
     };
-    const std::optional<Tensor> pre = scale(pre_in, "pre_scale"), post = scale(post_in, "post_scale");
+    const std::optional<Tensor> pre = scale(pre_in, "pre_scale"),
+                                post = scale(post_in, "post_scale");
     std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
     Tensor out = empty(shape, x.scalar_type(), x);
     if (x.numel() > 0)
         EXL3_CUDA_CHECK(launch_hadamard(
             x.const_data_ptr(), pre ? pre->const_data_ptr() : nullptr,
-            post ? post->const_data_ptr() : nullptr, out.mutable_data_ptr(), x.numel() / k, int(k / kBlock),
-            float_type(x.scalar_type(), "x"), pre ? float_type(pre->scalar_type(), "pre_scale") : Float::kHalf,
+            post ? post->const_data_ptr() : nullptr, out.mutable_data_ptr(), x.numel() / k,
+            int(k / kBlock), float_type(x.scalar_type(), "x"),
+            pre ? float_type(pre->scalar_type(), "pre_scale") : Float::kHalf,
             post ? float_type(post->scalar_type(), "post_scale") : Float::kHalf, scope.stream));
     return out;
 }
@@ -103,16 +107,17 @@ std::tuple<Tensor, Tensor> deinterleave_qg(const Tensor& qg, int64_t head_dim) {
     STD_TORCH_CHECK(head_dim > 0 && qg.size(2) % (2 * head_dim) == 0,
                     "deinterleave_qg: the last dimension of qg must be a multiple of 2 * head_dim");
     STD_TORCH_CHECK(qg.is_contiguous(), "deinterleave_qg: qg must be contiguous");
-    STD_TORCH_CHECK(head_dim % 8 == 0, "deinterleave_qg: head_dim must be a multiple of 8, got ", head_dim);
+    STD_TORCH_CHECK(head_dim % 8 == 0, "deinterleave_qg: head_dim must be a multiple of 8, got ",
+                    head_dim);
     STD_TORCH_CHECK(is_aligned16(qg), "deinterleave_qg: qg must be aligned to 16 bytes");
     const CudaScope scope(qg);
     const int64_t heads = qg.size(2) / (2 * head_dim);
     Tensor q = empty({qg.size(0), qg.size(1), heads, head_dim}, ScalarType::Half, qg);
     Tensor gate = empty({qg.size(0), qg.size(1), heads * head_dim}, ScalarType::Half, qg);
     if (qg.numel() > 0)
-        EXL3_CUDA_CHECK(launch_deinterleave(qg.const_data_ptr(), q.mutable_data_ptr(),
-                                            gate.mutable_data_ptr(), qg.size(0) * qg.size(1) * heads,
-                                            int(head_dim), scope.stream));
+        EXL3_CUDA_CHECK(
+            launch_deinterleave(qg.const_data_ptr(), q.mutable_data_ptr(), gate.mutable_data_ptr(),
+                                qg.size(0) * qg.size(1) * heads, int(head_dim), scope.stream));
     return {q, gate};
 }
 

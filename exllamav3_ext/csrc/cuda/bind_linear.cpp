@@ -13,7 +13,8 @@ class Launch {
   public:
     Launch(const Tensor& x, ScalarType out_dtype)
         : scope_(x), x_(for_vectors(x)), out_dtype_(out_dtype) {
-        STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, "linear: x must be (..., k), k > 0");
+        STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0,
+                        "linear: x must be (..., k), k > 0");
         const int64_t k = x.size(x.dim() - 1);
         params_.x = x_.const_data_ptr();
         params_.x_type = float_type(x.scalar_type(), "x");
@@ -24,7 +25,8 @@ class Launch {
 
     Tensor add(const Tensor& trellis, const Tensor& suh, const Tensor& svh,
                const std::optional<Tensor>& bias, int64_t codebook) {
-        STD_TORCH_CHECK(params_.members < kMaxMembers, "linear_group: at most ", kMaxMembers, " members");
+        STD_TORCH_CHECK(params_.members < kMaxMembers, "linear_group: at most ", kMaxMembers,
+                        " members");
         check_same_device(trellis, x_, "trellis");
         const CudaWeight weight(trellis, codebook);
         weight.check_blocks("linear");
@@ -65,7 +67,8 @@ class Launch {
 
   private:
     static int checked_int(int64_t value, const char* what) {
-        STD_TORCH_CHECK(value >= 0 && value < (int64_t{1} << 30), "linear: too many ", what, ": ", value);
+        STD_TORCH_CHECK(value >= 0 && value < (int64_t{1} << 30), "linear: too many ", what, ": ",
+                        value);
         return int(value);
     }
     const void* vector(const Tensor& t, int64_t size, const char* name) {

@@ -39,7 +39,8 @@ __device__ __forceinline__ uint4 load_raw4(const void* p, int64_t i, Float type)
 }
 __device__ __forceinline__ float4 float4_of(uint4 u, Float type) {
     if (type == Float::kFloat)
-        return {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
+        return {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z),
+                __uint_as_float(u.w)};
     const float2 a = float2_of(u.x, type), b = float2_of(u.y, type);
     return {a.x, a.y, b.x, b.y};
 }
@@ -87,7 +88,8 @@ __device__ __forceinline__ void store4(void* p, int64_t i, float4 v, Float type)
         const __half2 pair[2] = {__floats2half2_rn(v.x, v.y), __floats2half2_rn(v.z, v.w)};
         reinterpret_cast<uint2*>(p)[i / 4] = *reinterpret_cast<const uint2*>(pair);
     } else {
-        const __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(v.x, v.y), __floats2bfloat162_rn(v.z, v.w)};
+        const __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(v.x, v.y),
+                                        __floats2bfloat162_rn(v.z, v.w)};
         reinterpret_cast<uint2*>(p)[i / 4] = *reinterpret_cast<const uint2*>(pair);
     }
 }

@@ -19,6 +19,27 @@ __device__ __forceinline__ float4 output_scale(const LinearMember& m, int column
     return load4(m.svh, 128 * column_block + 4 * (threadIdx.x & 31), Float::kHalf);
 }
 
+// Adds `slices` parts to f, in order. The loads of up to Batch parts are all on their way before the
+// first is waited for: what follows the last arrival is latency, and nothing else hides it.
+template <int Batch, int N>
+__device__ __forceinline__ void add_slices(float4 (&f)[N], const float4* from, int stride,
+                                           int slices) {
+    for (int first = 0; first < slices; first += Batch) {
+        float4 part[Batch][N];
+#pragma unroll
+        for (int i = 0; i < Batch; ++i)
+            if (first + i < slices)
+#pragma unroll
+                for (int g = 0; g < N; ++g)
+                    part[i][g] = __ldcg(from + int64_t(first + i) * stride + g * 32);
+#pragma unroll
+        for (int i = 0; i < Batch; ++i)
+            if (first + i < slices)
+#pragma unroll
+                for (int g = 0; g < N; ++g) f[g] = f[g] + part[i][g];
+    }
+}
+
 // One or two rows: the k groups meet in shared memory, then the slices in global memory.
 template <int Rows, bool IsMul1>
 __device__ __forceinline__ void stage_few(const LinearMember& m, const Job& job, char* ring,
@@ -28,7 +49,8 @@ __device__ __forceinline__ void stage_few(const LinearMember& m, const Job& job,
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
     const int k_group = warp / m.warps_across, across = warp - k_group * m.warps_across;
     const int pitch = m.warps_across * (16 * S::kTiles) + 4;  // + 4 against bank conflicts
-    auto* mine = reinterpret_cast<Sum*>(ring) + k_group * (S::kSums * pitch) + 16 * S::kTiles * across + r;
+    auto* mine =
+        reinterpret_cast<Sum*>(ring) + k_group * (S::kSums * pitch) + 16 * S::kTiles * across + r;
     const int used = S::arithmetic(IsMul1) == Arithmetic::kDigits ? 3 * job.rows : job.rows;
     __syncthreads();  // everyone has left the ring, which becomes the place of the sums
 #pragma unroll
@@ -82,14 +104,15 @@ __device__ __forceinline__ float4 job_row(const void* sums, const LinearMember& 
         auto finish = [&](int high, int middle, int low) {
             return fmaf(kMul1Scale, number(high, middle, low), rest) * inverse;
         };
-        return {finish(exact[2].x, exact[1].x, exact[0].x), finish(exact[2].y, exact[1].y, exact[0].y),
-                finish(exact[2].z, exact[1].z, exact[0].z), finish(exact[2].w, exact[1].w, exact[0].w)};
+        return {
+            finish(exact[2].x, exact[1].x, exact[0].x), finish(exact[2].y, exact[1].y, exact[0].y),
+            finish(exact[2].z, exact[1].z, exact[0].z), finish(exact[2].w, exact[1].w, exact[0].w)};
     }
 }
 
 template <int Rows, bool IsMul1>
-__device__ __forceinline__ void finish_few(const LinearParams& p, const LinearMember& m, const Job& job,
-                                           char* ring, LinearShared& shared,
+__device__ __forceinline__ void finish_few(const LinearParams& p, const LinearMember& m,
+                                           const Job& job, char* ring, LinearShared& shared,
                                            const Sums<Rows, IsMul1>& sum) {
     using S = Shape<Rows>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -97,9 +120,11 @@ __device__ __forceinline__ void finish_few(const LinearParams& p, const LinearMe
     // Item = (row, column block), a warp each.
     const int items = job.rows * S::kMaxColumnBlocks;
     const int64_t first_column = int64_t(job.row_group) * m.column_blocks + job.column_block;
-    float* const partials = p.partials + m.first_partial + first_column * m.slices * (Rows * 128) + 4 * lane;
+    float* const partials =
+        p.partials + m.first_partial + first_column * m.slices * (Rows * 128) + 4 * lane;
     auto partial = [&](int row, int block, int slice) {
-        return reinterpret_cast<float4*>(partials + ((block * m.slices + slice) * Rows + row) * 128);
+        return reinterpret_cast<float4*>(partials +
+                                         ((block * m.slices + slice) * Rows + row) * 128);
     };
     auto scale = [&](int block) { return output_scale(m, job.column_block + block); };
     for (int item = warp; item < items; item += kLinearWarps) {
@@ -128,30 +153,55 @@ __device__ __forceinline__ void finish_few(const LinearParams& p, const LinearMe
         if (block >= job.column_blocks || !shared.is_last[block]) continue;
         const float4 svh = scale(block);  // asked for before the sums: one latency instead of two
         const float4* from = partial(row, block, 0);
-        float4 z = __ldcg(from);
-#pragma unroll 8
-        for (int slice = 1; slice < m.slices; ++slice) z = z + __ldcg(from + slice * (Rows * 32));
-        finish_row(p, m, job.row + row, job.column_block + block, z, svh);
+        float4 z[1] = {};
+        add_slices<12>(z, from, Rows * 32, m.slices);
+        finish_row(p, m, job.row + row, job.column_block + block, z[0], svh);
     }
 }
 
-// More rows. Sums leave as tensor core fragments, straight from registers: a *part* is what one k group
-// of one slice contributes to the columns of a job. The last thread block to arrive adds the parts in
-// order and goes through shared memory only then.
+// More rows. Sums stay tensor core fragments: the k groups meet in shared memory, the slices in
+// global memory, and the last thread block to arrive adds the slices in order. Only then fragments
+// become rows.
 template <int Rows, bool IsMul1>
-__device__ __forceinline__ void finish_many(const LinearParams& p, const LinearMember& m, const Job& job,
-                                            char* ring, LinearShared& shared, Sums<Rows, IsMul1>& sum) {
+__device__ __forceinline__ void finish_many(const LinearParams& p, const LinearMember& m,
+                                            const Job& job, char* ring, LinearShared& shared,
+                                            Sums<Rows, IsMul1>& sum) {
     using S = Shape<Rows>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
-    const int k_groups = kLinearWarps / m.warps_across, parts = m.slices * k_groups;
     const int k_group = warp / m.warps_across, across = warp - k_group * m.warps_across;
+    __syncthreads();  // everyone has left the ring, which becomes the place of the sums
+    constexpr int kFragments = S::kTiles * S::kGroups * 32;  // of a warp, float4
+    if (m.warps_across < kLinearWarps) {
+        auto* const mine = reinterpret_cast<float4*>(ring) + warp * kFragments + lane;
+        if (k_group > 0) {
+#pragma unroll
+            for (int j = 0; j < S::kTiles; ++j)
+#pragma unroll
+                for (int g = 0; g < S::kGroups; ++g)
+                    mine[(j * S::kGroups + g) * 32] = {sum[j][g][0], sum[j][g][1], sum[j][g][2],
+                                                       sum[j][g][3]};
+        }
+        __syncthreads();
+        if (k_group == 0) {
+            for (int other = m.warps_across; other < kLinearWarps; other += m.warps_across)
+#pragma unroll
+                for (int j = 0; j < S::kTiles; ++j)
+#pragma unroll
+                    for (int g = 0; g < S::kGroups; ++g) {
+                        const float4 f = mine[other * kFragments + (j * S::kGroups + g) * 32];
+                        sum[j][g][0] += f.x, sum[j][g][1] += f.y;
+                        sum[j][g][2] += f.z, sum[j][g][3] += f.w;
+                    }
+        }
+        __syncthreads();
+    }
     if constexpr (S::arithmetic(IsMul1) == Arithmetic::kHalves && IsMul1) {
 #pragma unroll
         for (int g = 0; g < S::kGroups; ++g)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int row = 8 * g + 2 * q + i;
-                const float rest = k_group == 0 && row < job.rows ? shared.row_term[row] : 0;
+                const float rest = row < job.rows ? shared.row_term[row] : 0;
 #pragma unroll
                 for (int j = 0; j < S::kTiles; ++j) {
                     sum[j][g][i] = fmaf(kMul1Scale, sum[j][g][i], rest);
@@ -166,26 +216,29 @@ __device__ __forceinline__ void finish_many(const LinearParams& p, const LinearM
         float* at = sums + (8 * g + 2 * q) * pitch + 16 * tile + r;
         at[0] = f.x, at[pitch] = f.y, at[8] = f.z, at[pitch + 8] = f.w;
     };
-    __syncthreads();  // everyone has left the ring, which becomes the place of the sums
-    if (parts == 1) {
+    if (m.slices == 1) {
+        if (k_group == 0) {
 #pragma unroll
-        for (int j = 0; j < S::kTiles; ++j)
+            for (int j = 0; j < S::kTiles; ++j)
 #pragma unroll
-            for (int g = 0; g < S::kGroups; ++g)
-                stage(S::kTiles * across + j, g, {sum[j][g][0], sum[j][g][1], sum[j][g][2], sum[j][g][3]});
+                for (int g = 0; g < S::kGroups; ++g)
+                    stage(S::kTiles * across + j, g,
+                          {sum[j][g][0], sum[j][g][1], sum[j][g][2], sum[j][g][3]});
+        }
     } else {
-        const int tiles = m.warps_across * S::kTiles;
+        const int tiles = m.warps_across * S::kTiles, part_size = tiles * (S::kGroups * 32);
         const int64_t group = int64_t(job.row_group) * m.blocks_across + job.block_across;
-        const int64_t part_size = tiles * (S::kGroups * 32);  // in float4
         auto* const first = reinterpret_cast<float4*>(p.partials + m.first_partial) +
-                            group * parts * part_size + lane;
-        float4* const mine = first + (job.slice * k_groups + k_group) * part_size;
+                            group * m.slices * part_size + lane;
+        if (k_group == 0) {
+            float4* const mine = first + job.slice * part_size + across * kFragments;
 #pragma unroll
-        for (int j = 0; j < S::kTiles; ++j)
+            for (int j = 0; j < S::kTiles; ++j)
 #pragma unroll
-            for (int g = 0; g < S::kGroups; ++g)
-                __stcg(mine + ((S::kTiles * across + j) * S::kGroups + g) * 32,
-                       float4{sum[j][g][0], sum[j][g][1], sum[j][g][2], sum[j][g][3]});
+                for (int g = 0; g < S::kGroups; ++g)
+                    __stcg(mine + (j * S::kGroups + g) * 32,
+                           float4{sum[j][g][0], sum[j][g][1], sum[j][g][2], sum[j][g][3]});
+        }
         __syncthreads();
         if (threadIdx.x == 0) {
             int* counter = p.counters + m.first_counter + group;
@@ -197,15 +250,10 @@ __device__ __forceinline__ void finish_many(const LinearParams& p, const LinearM
         if (!shared.is_last[0]) return;
         for (int tile = warp; tile < tiles; tile += kLinearWarps) {
             const float4* from = first + tile * (S::kGroups * 32);
-            float4 f[S::kGroups];
-#pragma unroll
-            for (int g = 0; g < S::kGroups; ++g) f[g] = __ldcg(from + g * 32);
-#pragma unroll 8
-            for (int part = 1; part < parts; ++part) {
-                from += part_size;
-#pragma unroll
-                for (int g = 0; g < S::kGroups; ++g) f[g] = f[g] + __ldcg(from + g * 32);
-            }
+            float4 f[S::kGroups] = {};
+            add_slices<S::kGroups == 1   ? 16
+                       : S::kGroups == 2 ? 9
+                                         : 4>(f, from, part_size, m.slices);
 #pragma unroll
             for (int g = 0; g < S::kGroups; ++g) stage(tile, g, f[g]);
         }
@@ -214,7 +262,8 @@ __device__ __forceinline__ void finish_many(const LinearParams& p, const LinearM
     for (int item = warp; item < job.rows * S::kMaxColumnBlocks; item += kLinearWarps) {
         const int row = item / S::kMaxColumnBlocks, block = item % S::kMaxColumnBlocks;
         if (block >= job.column_blocks) continue;
-        const float4 z = *reinterpret_cast<const float4*>(sums + row * pitch + 128 * block + 4 * lane);
+        const float4 z =
+            *reinterpret_cast<const float4*>(sums + row * pitch + 128 * block + 4 * lane);
         finish_row(p, m, job.row + row, job.column_block + block, z,
                    output_scale(m, job.column_block + block));
     }

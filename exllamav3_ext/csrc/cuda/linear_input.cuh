@@ -1,4 +1,5 @@
-// Input side of the packed linear: x suh P of a job's slice, in the layout of the tensor core operand.
+// Input side of the packed linear: x suh P of a job's slice, in the layout of the tensor core
+// operand.
 
 #pragma once
 
@@ -6,8 +7,8 @@
 
 namespace exl3 {
 
-// Transformed input of the job, x suh P, into shared memory. `ask` issues the loads and comes before the
-// copies of weights, behind which they would queue; `finish` does the rest.
+// Transformed input of the job, x suh P, into shared memory. `ask` issues the loads and comes
+// before the copies of weights, behind which they would queue; `finish` does the rest.
 //
 // Up to two rows: warp w transforms block w of the slice in registers and shuffles, in float32.
 template <int Rows>
@@ -17,7 +18,8 @@ struct Input {
     uint4 x[Rows];
     uint2 scale;
 
-    __device__ __forceinline__ void ask(const LinearParams& p, const LinearMember& m, const Job& job) {
+    __device__ __forceinline__ void ask(const LinearParams& p, const LinearMember& m,
+                                        const Job& job) {
         const int block = threadIdx.x / 32;
         if (block >= job.k_blocks) return;
         const int channel = 128 * (job.k_block + block) + 4 * (threadIdx.x & 31);
@@ -25,12 +27,13 @@ struct Input {
 #pragma unroll
         for (int row = 0; row < Rows; ++row)
             if (row < job.rows)
-                x[row] = load_raw4(p.x, int64_t(job.row + row) * (128 * p.k_blocks) + channel, p.x_type);
+                x[row] =
+                    load_raw4(p.x, int64_t(job.row + row) * (128 * p.k_blocks) + channel, p.x_type);
     }
 
     template <Arithmetic Kind, bool IsTwice>
-    __device__ __forceinline__ void finish(const LinearParams& p, const LinearMember&, const Job& job,
-                                           char* input, LinearShared& shared) {
+    __device__ __forceinline__ void finish(const LinearParams& p, const LinearMember&,
+                                           const Job& job, char* input, LinearShared& shared) {
         const int block = threadIdx.x / 32, lane = threadIdx.x & 31;
         const bool has_block = block < job.k_blocks;
         float4 value[Rows];
@@ -53,8 +56,8 @@ struct Input {
         }
         if (Kind == Arithmetic::kHalves) return;
         __syncthreads();
-        // The channels of a row share one scale. Sums of digits count the channels of the slice only,
-        // which may begin or end in the middle of a block.
+        // The channels of a row share one scale. Sums of digits count the channels of the slice
+        // only, which may begin or end in the middle of a block.
         const int quad = 2 * (job.k_block + block) + lane / 16 - job.quad;
         const bool in_slice = quad >= 0 && quad < job.quads;
 #pragma unroll
@@ -92,31 +95,33 @@ struct Input {
     static constexpr float kLargestInteger = 8.3e6f;  // below 127 * (65536 + 256 + 1)
 
     // Channels 4 lane .. 4 lane + 3 of one block and column: two adjacent w, one half of each.
-    static __device__ __forceinline__ void store_pairs(char* input, int tile_rows, int block, int column,
-                                                       uint2 first, uint2 second) {
+    static __device__ __forceinline__ void store_pairs(char* input, int tile_rows, int block,
+                                                       int column, uint2 first, uint2 second) {
         const int lane = threadIdx.x & 31, tile_row = 8 * block + lane / 4, high = (lane & 3) >> 1;
         const int w = 2 * (lane & 1);
-        *reinterpret_cast<uint2*>(input + entry<S::kColumns>(w, tile_rows, tile_row, column) + 8 * high) =
-            first;
+        *reinterpret_cast<uint2*>(input + entry<S::kColumns>(w, tile_rows, tile_row, column) +
+                                  8 * high) = first;
         *reinterpret_cast<uint2*>(input + entry<S::kColumns>(w + 1, tile_rows, tile_row, column) +
                                   8 * high) = second;
     }
-    static __device__ __forceinline__ void store_halves(char* input, int tile_rows, int block, int column,
-                                                        float4 v) {
+    static __device__ __forceinline__ void store_halves(char* input, int tile_rows, int block,
+                                                        int column, float4 v) {
         const __half2 a = __floats2half2_rn(v.x, v.y), b = __floats2half2_rn(v.z, v.w);
-        store_pairs(input, tile_rows, block, column, {bits_of(__low2half2(a)), bits_of(__high2half2(a))},
+        store_pairs(input, tile_rows, block, column,
+                    {bits_of(__low2half2(a)), bits_of(__high2half2(a))},
                     {bits_of(__low2half2(b)), bits_of(__high2half2(b))});
     }
-    static __device__ __forceinline__ void store_digit(char* input, int tile_rows, int block, int column,
-                                                       const int (&d)[4]) {
-        store_pairs(input, tile_rows, block, column, {__byte_perm(d[0], 0, 0), __byte_perm(d[1], 0, 0)},
+    static __device__ __forceinline__ void store_digit(char* input, int tile_rows, int block,
+                                                       int column, const int (&d)[4]) {
+        store_pairs(input, tile_rows, block, column,
+                    {__byte_perm(d[0], 0, 0), __byte_perm(d[1], 0, 0)},
                     {__byte_perm(d[2], 0, 0), __byte_perm(d[3], 0, 0)});
     }
 };
 
-// More rows: a warp transforms 16 rows of a block. H128 = H8 x H16: the 16-point transforms within tile
-// rows are products with a constant +-1 operand on the tensor cores, the 8-point ones across tile rows
-// are additions. x suh is rounded to float16 on the way.
+// More rows: a warp transforms 16 rows of a block. H128 = H8 x H16: the 16-point transforms within
+// tile rows are products with a constant +-1 operand on the tensor cores, the 8-point ones across
+// tile rows are additions. x suh is rounded to float16 on the way.
 template <int Rows>
     requires(Rows > 2)
 struct Input<Rows> {
@@ -125,8 +130,8 @@ struct Input<Rows> {
     uint2 x[8][kHalfGroups];  // tile row, row r + 8 i: channels 4 q .. 4 q + 3
     uint2 scale[8];
 
-    __device__ __forceinline__ void ask(const LinearParams& p, const LinearMember& m, const Job& job,
-                                        int item) {
+    __device__ __forceinline__ void ask(const LinearParams& p, const LinearMember& m,
+                                        const Job& job, int item) {
         if (item >= items(job)) return;
         const int lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
         const int block = item % job.k_blocks, row = 16 * (item / job.k_blocks) + r;
@@ -145,13 +150,14 @@ struct Input<Rows> {
             }
         });
     }
-    __device__ __forceinline__ void ask(const LinearParams& p, const LinearMember& m, const Job& job) {
+    __device__ __forceinline__ void ask(const LinearParams& p, const LinearMember& m,
+                                        const Job& job) {
         ask(p, m, job, threadIdx.x / 32);
     }
 
     template <Arithmetic Kind, bool IsTwice>
-    __device__ __forceinline__ void finish(const LinearParams& p, const LinearMember& m, const Job& job,
-                                           char* input, LinearShared& shared) {
+    __device__ __forceinline__ void finish(const LinearParams& p, const LinearMember& m,
+                                           const Job& job, char* input, LinearShared& shared) {
         for (int item = threadIdx.x / 32; item < items(job); item += kLinearWarps) {
             if (item >= kLinearWarps) ask(p, m, job, item);
             transform<Kind, IsTwice>(job, input, shared, item);
@@ -164,7 +170,8 @@ struct Input<Rows> {
     }
 
     template <Arithmetic Kind, bool IsTwice>
-    __device__ __forceinline__ void transform(const Job& job, char* input, LinearShared& shared, int item) {
+    __device__ __forceinline__ void transform(const Job& job, char* input, LinearShared& shared,
+                                              int item) {
         const int lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
         const int block = item % job.k_blocks, column = 16 * (item / job.k_blocks) + r;
         // Operand H16[channel][r], +-1; the channels of a lane, 4 q .., stand where the tensor core
@@ -174,7 +181,8 @@ struct Input<Rows> {
                                   (__popc((channel + 1) & r) & 1 ? 0x80000000u : 0));
         };
         const uint32_t h0 = signs(4 * q), h1 = signs(4 * q + 2), flip = q >= 2 ? 0x80008000u : 0;
-        float v[8][2][4];  // tile row, channels 2 q + 8 .., (row r: 2 q, 2 q + 1), (row r + 8: same)
+        float v[8][2]
+               [4];  // tile row, channels 2 q + 8 .., (row r: 2 q, 2 q + 1), (row r + 8: same)
 #pragma unroll
         for (int t = 0; t < 8; ++t) {
             uint32_t a[4] = {};
@@ -226,8 +234,8 @@ struct Input<Rows> {
     }
 };
 
-// What belongs to a row as a whole, in order: the sums of its digits, or c' times the sum of its channels.
-// Blocks that two slices share count for the slice that has their first half.
+// What belongs to a row as a whole, in order: the sums of its digits, or c' times the sum of its
+// channels. Blocks that two slices share count for the slice that has their first half.
 template <Arithmetic Kind, bool IsMul1>
 __device__ __forceinline__ void total_input(const Job& job, LinearShared& shared) {
     const int i = threadIdx.x;
@@ -240,7 +248,8 @@ __device__ __forceinline__ void total_input(const Job& job, LinearShared& shared
     }
     if (Kind == Arithmetic::kHalves && IsMul1 && i < job.rows) {
         float total = 0;
-        for (int block = job.quad & 1; block < job.k_blocks; ++block) total += shared.first_channel[i][block];
+        for (int block = job.quad & 1; block < job.k_blocks; ++block)
+            total += shared.first_channel[i][block];
         shared.row_term[i] = total * (kMul1Rest / kHadamardScale);
     }
 }

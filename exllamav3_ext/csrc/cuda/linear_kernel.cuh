@@ -1,40 +1,41 @@
 // y = x W for a few rows, W decoded from the trellis on its way into the tensor cores, with both
 // Hadamard transforms, scales and bias: one launch.
 //
-// Work. A thread block of 8 warps computes one *job*: up to 512 output columns of one k-slice, for one
-// row group. Its warps are `across` x k groups; each streams its own tiles and meets the others only
-// at the end:
+// Work. A thread block of 8 warps computes one *job*: up to 512 output columns of one k-slice, for
+// one row group. Its warps are `across` x k groups; each streams its own tiles and meets the others
+// only at the end:
 //
-//                 64 columns = 4 tiles (2 tiles above 8 rows)
-//              +---+---+---+---+     A step of a warp is a *quad*: 4 tile rows by kTiles adjacent tiles,
-//     64 rows  |   |   |   |   |     copied asynchronously into the warp's own ring in shared memory.
-//              +---+---+---+---+     Lane 4 r + q owns chunk r (columns r and r + 8) of the tiles of row
-//              |   |   |   |   |     q: what it decodes is its fragment of the 16 x k operand of the
-//              +---+---+---+---+     tensor cores, and the input rows are the k x 8 operand.
+//                 64 columns = 4 tiles   A step of a warp is a *quad*: 4 tile rows by kTiles
+//              +---+---+---+---+         adjacent tiles (2 from 17 rows on), copied asynchronously
+//     64 rows  |   |   |   |   |         into the warp's own ring in shared memory. Lane 4 r + q
+//              +---+---+---+---+         owns chunk r (columns r and r + 8) of the tiles of row q:
+//              |   |   |   |   |         what it decodes is its fragment of the 16 x k operand of
+//              +---+---+---+---+         the tensor cores; the input rows are the k x 8 operand.
 //              :               :
-//     slice end  -> sums of the k groups in shared memory -> partials in global memory; the last block
-//                   to arrive at 128 columns sums the slices, transforms, scales and stores.
+//     end of slice -> k groups meet in shared memory -> slices in global memory; the last block to
+//                     arrive adds the slices, transforms, scales and stores (linear_finish.cuh).
 //
-// Nobody waits for another block. Cutting into slices and k groups depends on the shape of the weight
-// and the number of rows alone, and every sum has a fixed order: the result is deterministic, the
-// same on every card, and the same whatever else is in the launch.
+// Nobody waits for another block. Cutting into slices and k groups depends on the shape of the
+// weight and the number of rows alone, and every sum has a fixed order: the result is
+// deterministic, the same on every card, and the same whatever else is in the launch.
 //
 // Three arithmetics, chosen by codebook and rows; h is the 32-bit hash of a state:
-//   digits  (mul1, <= 2 rows)   value = k (B - 510) + c' with B the sum of the four bytes of h: h goes
-//           to the integer tensor cores as it is, four unsigned bytes, against the transformed input
-//           as a 23-bit fixed-point number in three signed 8-bit digits (three columns of the
+//   digits  (mul1, <= 2 rows)  value = k (B - 510) + c' with B the sum of the four bytes of h. h
+//           goes to the integer tensor cores as it is, four unsigned bytes, against the transformed
+//           input as a 23-bit fixed-point number in three signed 8-bit digits (three columns of the
 //           operand). int32 sums are exact; rounding comes once, at the end of a slice.
-//   halves  (<= 16 rows)   a weight is a pair of float16 against each input twice, so nothing is packed.
-//           3inst, mcg: value = lo + hi, both halves of the masked hash. mul1: (1024 + B, -1534), which
-//           a dot product of bytes with the right start value gives at once; the products cancel
-//           exactly in the tensor core, and k and c' follow at the end of a slice.
-//   packed  (otherwise)   the exact float16 values of the format, two to a register.
+//   halves  (<= 16 rows)  a weight is two float16 against each input twice: nothing is packed.
+//           3inst, mcg: value = lo + hi, both halves of the masked hash. mul1: (1024 + B, -1534),
+//           which a dot product of bytes with the right start value gives at once; the products
+//           cancel exactly in the tensor core, and k and c' follow at the end of a slice.
+//   packed  (otherwise)  the exact float16 values of the format, two to a register.
 // The first two multiply by the unrounded value, which differs from the format's by at most half a
 // float16 ulp (2.1e-4 RMS, like one more rounding of the input). c' sum(input) needs no sum: the
 // transformed channels of a block add up to sqrt(128) times its first channel before the transform.
 //
 // Traffic: the trellis once, x once per job (L2), partials 512 bytes per row, slice and 128 columns
-// (L2). Bound: DRAM for one row, integer pipes from 8 rows, tensor cores from 32.
+// (L2). Bound: instruction issue (20 to 34 instructions a tile and warp), DRAM for one row of wide
+// rates, tensor cores from 32 rows; below 10 us the latencies of start, arrival and final sum.
 
 #pragma once
 
@@ -44,11 +45,12 @@
 
 namespace exl3 {
 
-// Sums of this warp's quads, in registers: [tile][rows 8 g ..][column r: row 2 q, 2 q + 1, column r + 8].
+// Sums of this warp's quads, in registers: [tile][rows 8 g ..][column r: rows 2 q, 2 q + 1; column
+// r + 8: the same].
 template <int Rows, int HalfBits, bool IsMul1>
-__device__ __forceinline__ void compute(const LinearParams& p, const LinearMember& m, const Job& job,
-                                        char* input, char* ring, LinearShared& shared,
-                                        Sums<Rows, IsMul1>& sum) {
+__device__ __forceinline__ void compute(const LinearParams& p, const LinearMember& m,
+                                        const Job& job, char* input, char* ring,
+                                        LinearShared& shared, Sums<Rows, IsMul1>& sum) {
     using S = Shape<Rows>;
     using St = Stage<HalfBits, S::kTiles>;
     constexpr Arithmetic kArithmetic = S::arithmetic(IsMul1);
@@ -77,7 +79,8 @@ __device__ __forceinline__ void compute(const LinearParams& p, const LinearMembe
         if (to_fetch > 0) {
             const uint32_t target = ring_address + slot * St::kBytes;
             unroll<(4 * St::kPieces + 31) / 32>([&](auto i) {
-                const int piece = 32 * i + lane, row = piece / St::kPieces, at = piece % St::kPieces;
+                const int piece = 32 * i + lane, row = piece / St::kPieces,
+                          at = piece % St::kPieces;
                 if (4 * St::kPieces % 32 == 0 || piece < 4 * St::kPieces)
                     copy_async16(target + row * St::kPitch + (at ^ St::flip(row)) * 16,
                                  source + row * row_stride + at * 16);
@@ -125,7 +128,8 @@ __device__ __forceinline__ void compute(const LinearParams& p, const LinearMembe
                     b[g] = *reinterpret_cast<const uint4*>(b_entry + h * plane + g * 128);
                 } else {
                     if (h % 2 == 0)
-                        stored[g] = *reinterpret_cast<const uint4*>(b_entry + h / 2 * plane + g * 128);
+                        stored[g] =
+                            *reinterpret_cast<const uint4*>(b_entry + h / 2 * plane + g * 128);
                     const uint32_t low = h % 2 ? stored[g].z : stored[g].x;
                     const uint32_t high = h % 2 ? stored[g].w : stored[g].y;
                     b[g] = {__byte_perm(low, 0, 0x1010), __byte_perm(low, 0, 0x3232),
@@ -143,7 +147,8 @@ __device__ __forceinline__ void compute(const LinearParams& p, const LinearMembe
                             if constexpr (!IsMul1) v[s] = two_halves(v[s]);
                         });
                         auto pair = [&](int s) {
-                            return IsMul1 ? pair_of_mul1(v[s], v[s + 1]) : pair_of_sums(v[s], v[s + 1]);
+                            return IsMul1 ? pair_of_mul1(v[s], v[s + 1])
+                                          : pair_of_sums(v[s], v[s + 1]);
                         };
                         a[0] = pair(0), a[1] = pair(4), a[2] = pair(2), a[3] = pair(6);
                     } else {  // rows 2 w, 2 w + 1 (i = 0) or 2 w + 8, 2 w + 9 of columns r, r + 8
@@ -166,8 +171,8 @@ __device__ __forceinline__ void compute(const LinearParams& p, const LinearMembe
 }
 
 template <int Rows, int HalfBits, bool IsMul1>
-__device__ __forceinline__ void run_job(const LinearParams& p, const LinearMember& m, char* input, char* ring,
-                                        LinearShared& shared) {
+__device__ __forceinline__ void run_job(const LinearParams& p, const LinearMember& m, char* input,
+                                        char* ring, LinearShared& shared) {
     const Job job(p, m, Rows, Shape<Rows>::kTiles);
     Sums<Rows, IsMul1> sum = {};
     compute<Rows, HalfBits, IsMul1>(p, m, job, input, ring, shared, sum);
@@ -180,7 +185,10 @@ __device__ __forceinline__ void run_job(const LinearParams& p, const LinearMembe
 #define EXL3_FOR_RATES(X) X(2) X(4) X(6) X(8) X(10) X(12) X(14) X(16)
 #define EXL3_FOR_HALF_RATES(X) X(3) X(5) X(7)
 
-// Rate and codebook of one member. With Rate = 0 every job looks up its own.
+// One member of known rate and codebook; with Rate = 0 any number of members, of which every job
+// looks its own up. The parameters of the one member are operands of instructions; those of a
+// looked-up member would be slow loads with an index wherever they are used, so they are copied
+// first.
 template <int Rows, int Rate, bool IsMul1>
 __global__ void __launch_bounds__(kLinearThreads, Shape<Rows>::kBlocks)
     linear_kernel(const __grid_constant__ LinearParams p, int ring_offset) {
@@ -189,12 +197,17 @@ __global__ void __launch_bounds__(kLinearThreads, Shape<Rows>::kBlocks)
     if constexpr (Rate != 0) {
         run_job<Rows, Rate, IsMul1>(p, p.member[0], dynamic, dynamic + ring_offset, shared);
     } else {
+        __shared__ LinearMember m;
         int i = 0;
         while (i + 1 < p.members && blockIdx.x >= p.member[i + 1].first_block) ++i;
-        const LinearMember& m = p.member[i];
-#define EXL3_CASE(half_bits, is_mul1)                                                  \
-    case half_bits * 2 + is_mul1:                                                      \
-        run_job<Rows, half_bits, is_mul1>(p, m, dynamic, dynamic + ring_offset, shared);         \
+        static_assert(sizeof(LinearMember) % 4 == 0 && sizeof(LinearMember) <= 4 * kLinearThreads);
+        if (threadIdx.x < sizeof(LinearMember) / 4)
+            reinterpret_cast<uint32_t*>(&m)[threadIdx.x] =
+                reinterpret_cast<const uint32_t*>(&p.member[i])[threadIdx.x];
+        __syncthreads();
+#define EXL3_CASE(half_bits, is_mul1)                                                    \
+    case half_bits * 2 + is_mul1:                                                        \
+        run_job<Rows, half_bits, is_mul1>(p, m, dynamic, dynamic + ring_offset, shared); \
         break;
 #define EXL3_BOTH(half_bits) EXL3_CASE(half_bits, 0) EXL3_CASE(half_bits, 1)
 #define EXL3_MUL1(half_bits) EXL3_CASE(half_bits, 1)

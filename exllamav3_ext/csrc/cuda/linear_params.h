@@ -16,17 +16,17 @@ struct LinearMember {
     // Given by the caller.
     const void* trellis;  // 16-byte aligned; tiles of a tile row follow each other
     int64_t row_bytes;    // from one tile row to the next, a multiple of 16
-    const void* suh;   // float16 [k]
-    const void* svh;   // float16 [n]
-    const void* bias;  // [n] or null
-    void* out;         // [rows, n]
-    int column_blocks;  // n / 128
+    const void* suh;      // float16 [k]
+    const void* svh;      // float16 [n]
+    const void* bias;     // [n] or null
+    void* out;            // [rows, n]
+    int column_blocks;    // n / 128
     int half_bits;
     int codebook;
     Float bias_type;
     // Filled in by plan_linear.
-    int warps_across;       // of the 8 warps of a thread block; the others divide the slice
-    int slice_quads;        // length of a k-slice in quads of 64 input channels
+    int warps_across;  // of the 8 warps of a thread block; the others divide the slice
+    int slice_quads;   // length of a k-slice in quads of 64 input channels
     int slices;
     int blocks_across;      // thread blocks side by side
     int first_block;        // of the grid

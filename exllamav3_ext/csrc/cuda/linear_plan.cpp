@@ -12,6 +12,16 @@ namespace {
 // every sum, and so every bit of the result, is the same everywhere.
 constexpr int kNominalMultiprocessors = 132;
 constexpr int kWarps = 8;
+
+// A weight either fills the card or leaves an eighth of its slots (two thread blocks on each
+// multiprocessor) to narrow ones in the same launch, such as k and v beside q. Narrow weights are
+// cut into jobs as long as those of a wide one: alone they would be faster in more and shorter
+// jobs, but beside it those would be a third thread block on some multiprocessors, for which all
+// wait.
+constexpr int kSlots = 2 * kNominalMultiprocessors;
+constexpr int kNarrow = 8;  // column blocks
+constexpr int kNarrowSlices = 9;
+
 // What every card since sm_80 grants a thread block (99 KiB), less a little for static variables.
 constexpr size_t kSharedBytes = 98 * 1024;
 
@@ -36,13 +46,20 @@ float time_of(const LinearMember& m, int quads, int rows, int row_groups) {
     const int jobs = m.blocks_across * m.slices * row_groups;
     const int length = ceil_div(std::min(m.slice_quads, quads), kWarps / m.warps_across);
     const int waves = ceil_div(jobs, kNominalMultiprocessors);
-    const float start = 0.8f + 0.005f * rows * m.slice_quads;
-    const float end = m.slices == 1 ? 0.5f : 1.f + 0.01f * rows * m.slices;
+    const float start = (rows <= 2    ? 2.2f
+                         : rows <= 8  ? 3.f
+                         : rows <= 16 ? 4.f
+                                      : 3.5f) +
+                        0.005f * rows * m.slice_quads;
+    const float share = float(m.warps_across) / kWarps;  // of the columns that a job can have
+    const float end = m.slices == 1 ? 0.5f
+                      : rows <= 2   ? 1.f + 0.01f * rows * m.slices
+                                    : 1.f + 0.03f * rows * m.slices * share;
     // A thread block alone on its multiprocessor runs at two thirds of the speed of two together.
     const float rounds = waves + (waves % 2 ? 0.5f : 0.f);
     // Jobs of other members may run beside these: work counts, not only the time until the end.
     const float work = float(jobs) / kNominalMultiprocessors * (length + start);
-    return rounds * (length + start) + end + 2 * work;
+    return rounds * (length + start) + end + work;
 }
 
 }  // namespace
@@ -58,17 +75,26 @@ LinearPlan plan_linear(LinearParams& p, const LinearCut* cut) {
         LinearMember& m = p.member[i];
         LinearCut best{};
         float best_time = 0;
-        // Narrow jobs would finish a narrow weight sooner if it were alone, but be too many in a group.
-        const int least_across = m.column_blocks == 1 ? one_block : 2 * one_block;
-        for (int across = least_across; across <= kWarps; across *= 2) {
-            for (int length = 1; length <= std::min(quads, max_slice_quads(plan.row_class)); ++length) {
-                if (ceil_div(quads, length) == ceil_div(quads, length - 1 ? length - 1 : 1) && length > 1)
+        for (int across = one_block; across <= kWarps; across *= 2) {
+            for (int length = 1; length <= std::min(quads, max_slice_quads(plan.row_class));
+                 ++length) {
+                if (ceil_div(quads, length) == ceil_div(quads, length - 1 ? length - 1 : 1) &&
+                    length > 1)
                     continue;  // no fewer slices than a shorter length gives
                 apply(m, {across, length}, quads, plan.row_class);
                 if (linear_shared_bytes(plan.row_class, m) > kSharedBytes) break;
+                const int jobs = m.blocks_across * m.slices * p.row_groups;
+                if (jobs > kSlots * 7 / 8 && jobs < kSlots * 15 / 16) continue;
                 const float time = time_of(m, quads, rows, p.row_groups);
                 if (best_time == 0 || time < best_time) best = {across, length}, best_time = time;
             }
+        }
+        if (m.column_blocks <= kNarrow && plan.row_class <= 16 && quads >= kNarrowSlices) {
+            best = {kWarps,
+                    std::min(ceil_div(quads, kNarrowSlices), max_slice_quads(plan.row_class))};
+            apply(m, best, quads, plan.row_class);
+            while (linear_shared_bytes(plan.row_class, m) > kSharedBytes)
+                apply(m, {kWarps, --best.slice_quads}, quads, plan.row_class);
         }
         if (cut) best = *cut;
         apply(m, best, quads, plan.row_class);
@@ -76,13 +102,12 @@ LinearPlan plan_linear(LinearParams& p, const LinearCut* cut) {
         m.first_partial = plan.partial_floats;
         m.first_counter = plan.counters;
         plan.grid += m.blocks_across * m.slices * p.row_groups;
-        const bool is_split = m.slices > 1 || (plan.row_class > 2 && m.warps_across < kWarps);
-        if (is_split) {
-            // Up to two rows: slices of column blocks; more: k groups and slices of whole jobs.
-            const int64_t columns = std::max(kBlock * m.column_blocks,
-                                             m.blocks_across * m.warps_across * tiles_of_warp(plan.row_class) * kTile);
-            plan.partial_floats += p.row_groups * columns * plan.row_class * m.slices *
-                                   (plan.row_class > 2 ? kWarps / m.warps_across : 1);
+        if (m.slices > 1) {
+            // Whole jobs, or whole column blocks where the last job is cut off.
+            const int columns =
+                std::max(kBlock * m.column_blocks,
+                         m.blocks_across * m.warps_across * tiles_of_warp(plan.row_class) * kTile);
+            plan.partial_floats += int64_t(p.row_groups) * columns * plan.row_class * m.slices;
             plan.counters += p.row_groups * m.column_blocks;
         }
     }

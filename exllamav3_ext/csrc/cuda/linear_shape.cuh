@@ -21,11 +21,11 @@ template <int Rows>
 struct Shape {
     static constexpr int kColumns = Rows < 8 ? 8 : Rows;  // columns of the input operand
     static constexpr int kGroups = kColumns / 8;
-    static constexpr int kTiles = Rows <= 16 ? 4 : 2;  // adjacent tiles of a step
+    static constexpr int kTiles = Rows <= 16 ? 4 : 2;   // adjacent tiles of a step
     static constexpr int kSums = Rows == 2 ? 6 : Rows;  // columns that are summed
-    static constexpr int kMaxColumnBlocks = kTiles;  // of 128 columns in a job: 8 warps x kTiles x 16
+    static constexpr int kMaxColumnBlocks =
+        kTiles;  // of 128 columns in a job: 8 warps x kTiles x 16
     static constexpr int kBlocks = Rows == 2 ? 3 : 2;  // thread blocks on a multiprocessor
-    static constexpr int kRingBytes = Rows == 8 ? 6656 : 4608;  // aim for one warp's ring
 
     static __host__ __device__ constexpr Arithmetic arithmetic(bool is_mul1) {
         return Rows > 16              ? Arithmetic::kPacked
@@ -37,8 +37,8 @@ struct Shape {
     static __host__ __device__ constexpr int input_bytes() {
         return is_twice<HalfBits>() ? 4 : 2;
     }
-    // Whether the input of the halves stands twice in shared memory. Where wide rates leave too little
-    // of it, 16 rows stand once and are doubled in registers.
+    // Whether the input of the halves stands twice in shared memory. Where wide rates leave too
+    // little of it, 16 rows stand once and are doubled in registers.
     template <int HalfBits>
     static __host__ __device__ constexpr bool is_twice() {
         return Rows < 16 || (Rows == 16 && HalfBits <= 12);
@@ -47,21 +47,24 @@ struct Shape {
     using Sum = std::conditional_t<arithmetic(IsMul1) == Arithmetic::kDigits, int, float>;
     template <int HalfBits>
     static __host__ __device__ constexpr int depth() {
-        constexpr int fit = kRingBytes / Stage<HalfBits, kTiles>::kBytes;
+        // Bytes of one warp's ring to aim for. One quad in flight for each of 16 or 24 warps fills
+        // the memory pipe; more of them only delay the input behind weights (measured).
+        constexpr int fit = (Rows == 8 ? 6656 : 4608) / Stage<HalfBits, kTiles>::kBytes;
         return fit < 2 ? 2 : fit > 8 ? 8 : fit;
     }
 };
 
 // Accumulators of a warp.
 template <int Rows, bool IsMul1>
-using Sums = typename Shape<Rows>::template Sum<IsMul1>[Shape<Rows>::kTiles][Shape<Rows>::kGroups][4];
+using Sums =
+    typename Shape<Rows>::template Sum<IsMul1>[Shape<Rows>::kTiles][Shape<Rows>::kGroups][4];
 
 // What this thread block computes.
 struct Job {
     int slice, row_group, block_across, column_block, column_blocks;
-    int row, rows;                // of the row group
-    int quad, quads;              // of the slice: 64 channels each
-    int k_block, k_blocks;        // blocks of 128 channels that the slice touches
+    int row, rows;          // of the row group
+    int quad, quads;        // of the slice: 64 channels each
+    int k_block, k_blocks;  // blocks of 128 channels that the slice touches
 
     __device__ __forceinline__ Job(const LinearParams& p, const LinearMember& m, int class_rows,
                                    int tiles) {
@@ -83,18 +86,18 @@ struct Job {
 };
 
 struct LinearShared {
-    uint32_t largest[2][kLinearWarps];     // digits: of (row, block), as float bits
-    int digit_sums[2][3][kLinearWarps];    // digits: of (row, digit, block)
-    float inverse_scale[2];                // digits: of each row
+    uint32_t largest[2][kLinearWarps];   // digits: of (row, block), as float bits
+    int digit_sums[2][3][kLinearWarps];  // digits: of (row, digit, block)
+    float inverse_scale[2];              // digits: of each row
     float first_channel[kMaxRows][kMaxSliceQuads / 2 + 1];  // halves of mul1: before the transform
-    float row_term[kMaxRows];              // c' times the sum of the row, halves of mul1
-    int digit_total[2][3];                 // digits: of (row, digit)
-    int is_last[4];                        // of each column block
+    float row_term[kMaxRows];  // c' times the sum of the row, halves of mul1
+    int digit_total[2][3];     // digits: of (row, digit)
+    int is_last[4];            // of each column block
 };
 
-// Input operand in shared memory: planes of 16-byte entries [tile row][column]. A plane holds, of the
-// 16 channels of a tile row, those of words w (halves, digits: one w a plane, 4 bytes a channel) or of
-// words 2 h and 2 h + 1 (packed). Columns are permuted against bank conflicts.
+// Input operand in shared memory: planes of 16-byte entries [tile row][column]. A plane holds, of
+// the 16 channels of a tile row, those of words w (halves, digits: one w a plane, 4 bytes a
+// channel) or of words 2 h and 2 h + 1 (packed). Columns are permuted against bank conflicts.
 template <int Columns>
 __device__ __forceinline__ int entry(int plane, int tile_rows, int tile_row, int column) {
     const int swap = Columns >= 8 ? 2 * (tile_row & 3) : 0;

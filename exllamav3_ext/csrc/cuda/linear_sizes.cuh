@@ -13,10 +13,14 @@ template <int Rows>
 size_t ring_bytes(const LinearMember& m) {
     using S = Shape<Rows>;
     const size_t k_groups = kLinearWarps / m.warps_across;
-    const size_t sums = 4 * k_groups * S::kSums * (m.warps_across * 16 * S::kTiles + 4);
+    const size_t rows = 4 * k_groups * S::kSums * (m.warps_across * 16 * S::kTiles + 4);
+    const size_t fragments = kLinearWarps * S::kTiles * S::kGroups * 32 * sizeof(float4);
+    const size_t sums = std::max(rows, m.warps_across < kLinearWarps ? fragments : 0);
     switch (m.half_bits) {
-#define EXL3_CASE(h) \
-    case h: return std::max(sums, size_t{kLinearWarps} * S::template depth<h>() * Stage<h, S::kTiles>::kBytes);
+#define EXL3_CASE(h)     \
+    case h:              \
+        return std::max( \
+            sums, size_t{kLinearWarps} * S::template depth<h>() * Stage<h, S::kTiles>::kBytes);
         EXL3_FOR_RATES(EXL3_CASE)
         EXL3_FOR_HALF_RATES(EXL3_CASE)
 #undef EXL3_CASE
@@ -29,7 +33,9 @@ size_t input_bytes(const LinearMember& m) {
     using S = Shape<Rows>;
     const size_t columns = size_t(m.slice_quads / 2 + 1) * kBlock * S::kColumns;
     switch (m.half_bits) {
-#define EXL3_CASE(h) case h: return columns * S::template input_bytes<h>();
+#define EXL3_CASE(h) \
+    case h:          \
+        return columns * S::template input_bytes<h>();
         EXL3_FOR_RATES(EXL3_CASE)
         EXL3_FOR_HALF_RATES(EXL3_CASE)
 #undef EXL3_CASE

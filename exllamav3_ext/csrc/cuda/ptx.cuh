@@ -9,8 +9,8 @@
 
 namespace exl3 {
 
-// Calls f(integral_constant<int, 0>), ..., f(integral_constant<int, N - 1>): a loop whose index is a
-// constant, so that register arrays stay in registers.
+// Calls f(integral_constant<int, 0>), ..., f(integral_constant<int, N - 1>): a loop whose index is
+// a constant, so that register arrays stay in registers.
 template <int N, class F>
 __device__ __forceinline__ void unroll(F&& f) {
     [&]<int... I>(std::integer_sequence<int, I...>) {
@@ -52,13 +52,15 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
     while (!done) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
         asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
+            "p; }"
             : "=r"(done)
             : "r"(shared_address(barrier)), "r"(parity)
             : "memory");
 #else
         asm volatile(
-            "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
+            "p; }"
             : "=r"(done)
             : "r"(shared_address(barrier)), "r"(parity)
             : "memory");
@@ -66,15 +68,20 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
     }
 }
 
-// Adds and returns the old value; orders everything before it, and everything after it, for the device.
+// Adds and returns the old value; orders everything before it, and everything after it, for the
+// device.
 __device__ __forceinline__ int atomic_add_acq_rel(int* p, int value) {
     int old;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(value) : "memory");
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(p), "r"(value)
+                 : "memory");
     return old;
 }
 
 // d += a b, a 16x16, b 16x8, float16 in, float32 accumulation.
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -1,8 +1,9 @@
 #include "cuda/reconstruct.cuh"
 
-#define EXL3_FOR_CODES(X)                                                                           \
-    X(2, 0) X(2, 1) X(3, 1) X(4, 0) X(4, 1) X(5, 1) X(6, 0) X(6, 1) X(7, 1) X(8, 0) X(8, 1) X(10, 0) \
-    X(10, 1) X(12, 0) X(12, 1) X(14, 0) X(14, 1) X(16, 0) X(16, 1)
+#define EXL3_FOR_CODES(X)                                                                    \
+    X(2, 0)                                                                                  \
+    X(2, 1) X(3, 1) X(4, 0) X(4, 1) X(5, 1) X(6, 0) X(6, 1) X(7, 1) X(8, 0) X(8, 1) X(10, 0) \
+        X(10, 1) X(12, 0) X(12, 1) X(14, 0) X(14, 1) X(16, 0) X(16, 1)
 
 namespace exl3 {
 
@@ -12,12 +13,13 @@ cudaError_t launch_reconstruct(const WeightView& w, const void* suh, const void*
     const dim3 grid(w.n_tiles / 8, w.k_tiles / 8);
     cudaError_t status = cudaErrorInvalidValue;
     switch (w.half_bits * 2 + (w.codebook == kMul1)) {
-#define EXL3_CASE(half_bits, is_mul1)                                                                 \
-    case half_bits * 2 + is_mul1:                                                                     \
-        status = cudaFuncSetAttribute(reconstruct_kernel<half_bits, is_mul1>,                         \
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);           \
-        if (status == cudaSuccess)                                                                    \
-            reconstruct_kernel<half_bits, is_mul1><<<grid, 256, kBytes, s>>>(w, suh, svh, out, out_type); \
+#define EXL3_CASE(half_bits, is_mul1)                                                       \
+    case half_bits * 2 + is_mul1:                                                           \
+        status = cudaFuncSetAttribute(reconstruct_kernel<half_bits, is_mul1>,               \
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes); \
+        if (status == cudaSuccess)                                                          \
+            reconstruct_kernel<half_bits, is_mul1>                                          \
+                <<<grid, 256, kBytes, s>>>(w, suh, svh, out, out_type);                     \
         break;
         EXL3_FOR_CODES(EXL3_CASE)
 #undef EXL3_CASE
@@ -28,8 +30,8 @@ cudaError_t launch_reconstruct(const WeightView& w, const void* suh, const void*
 cudaError_t launch_decode(const WeightView& w, void* out, cudaStream_t s) {
     const dim3 grid((w.n_tiles + 7) / 8, (w.k_tiles + 3) / 4);
     switch (w.half_bits * 2 + (w.codebook == kMul1)) {
-#define EXL3_CASE(half_bits, is_mul1)                                  \
-    case half_bits * 2 + is_mul1:                                      \
+#define EXL3_CASE(half_bits, is_mul1)                                   \
+    case half_bits * 2 + is_mul1:                                       \
         decode_kernel<half_bits, is_mul1><<<grid, 256, 0, s>>>(w, out); \
         return cudaGetLastError();
         EXL3_FOR_CODES(EXL3_CASE)

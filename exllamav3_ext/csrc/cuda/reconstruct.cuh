@@ -1,15 +1,15 @@
-// A whole weight as a matrix: in the rotated basis (decode), or with both Hadamard transforms and scales
-// undone (reconstruct).
+// A whole weight as a matrix: in the rotated basis (decode), or with both Hadamard transforms and
+// scales undone (reconstruct).
 //
-// A thread block takes 128 x 128 weights. Warp w takes tile column w; lane 4 r + q owns chunk r, columns
-// r and r + 8, of the tiles in tile rows q and q + 4:
+// A thread block takes 128 x 128 weights. Warp w takes tile column w; lane 4 r + q owns chunk r,
+// columns r and r + 8, of the tiles in tile rows q and q + 4:
 //
-//                 tile column w            rows of a chunk     4 register stages     } 128-point
-//               +----------------+         tile rows q = 0..3  2 shuffle stages      } transform
-//      q        | r        r + 8 |         tile rows q, q + 4  1 register stage      } over rows
+//                 tile column w         rows of a chunk: 4 register stages    } 128-point
+//               +----------------+      tile rows q = 0..3: 2 shuffle stages  } transform
+//      q        | r        r + 8 |      tile rows q, q + 4: 1 register stage  } over rows
 //      :        |                |
-//      q + 4    |                |         then through shared memory, two threads a row: 6 register
-//               +----------------+         stages and 1 shuffle stage over columns
+//      q + 4    |                |      then through shared memory, two threads a row: 6 register
+//               +----------------+      stages and 1 shuffle stage over columns
 //
 // Traffic: the trellis once, the matrix once. Bound: instruction issue (14 butterfly stages), about
 // twice the time of writing float16 to memory.
@@ -22,23 +22,26 @@
 
 namespace exl3 {
 
-// Rows of shared memory: columns 64.. are moved by 16, so that two threads of a row do not conflict.
-inline constexpr int kRowPitch = 148;
+// Place of an element in shared memory. Tile rows are moved by multiples of 8 words, for the four
+// tile rows that a warp writes at once, and columns 64.. by 16, for the two threads that read a
+// row.
+inline constexpr int kRowPitch = 180;
 __device__ __forceinline__ int at(int row, int column) {
-    return row * kRowPitch + column + (column >= 64 ? 16 : 0);
+    return row * kRowPitch + column + 8 * ((row >> 4) & 3) + (column >= 64 ? 16 : 0);
 }
 
 // Exact values of chunk r of one tile: [column r or r + 8][row].
 template <int HalfBits, bool IsMul1>
-__device__ __forceinline__ void decode_chunk(const char* tile, int r, const Hash& hash, float (&v)[2][16]) {
+__device__ __forceinline__ void decode_chunk(const char* tile, int r, const Hash& hash,
+                                             float (&v)[2][16]) {
     Chunk<HalfBits> chunk;
     chunk.load(tile, r, 0);
     unroll<16>([&](auto i) {  // pairs of rows, in ring order
         constexpr int w = i / 4, s = 2 * (i % 4);
         const uint32_t x0 = chunk.template hashed<8 * w + s, false>(hash);
         const uint32_t x1 = chunk.template hashed<8 * w + s + 1, false>(hash);
-        const float2 pair = __half22float2(half2_of(
-            IsMul1 ? pair_of_mul1(x0, x1) : pair_of_sums(two_halves(x0), two_halves(x1))));
+        const float2 pair = __half22float2(
+            half2_of(IsMul1 ? pair_of_mul1(x0, x1) : pair_of_sums(two_halves(x0), two_halves(x1))));
         constexpr int column = s / 4, row = 2 * w + (s & 2) * 4;
         v[column][row] = pair.x, v[column][row + 1] = pair.y;
     });
@@ -63,7 +66,8 @@ __device__ __forceinline__ void butterfly_across(float& v, int lanes) {
 
 template <int HalfBits, bool IsMul1>
 __global__ void __launch_bounds__(256, 2)
-    reconstruct_kernel(const WeightView w, const void* suh, const void* svh, void* out, Float out_type) {
+    reconstruct_kernel(const WeightView w, const void* suh, const void* svh, void* out,
+                       Float out_type) {
     extern __shared__ __align__(16) float block[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
     const int tile_row = 8 * blockIdx.y, tile_column = 8 * blockIdx.x;
@@ -92,7 +96,8 @@ __global__ void __launch_bounds__(256, 2)
         }
     __syncthreads();
 
-    const int row = threadIdx.x / 2, half = threadIdx.x & 1, k = 16 * tile_row, n = 16 * tile_column;
+    const int row = threadIdx.x / 2, half = threadIdx.x & 1, k = 16 * tile_row,
+              n = 16 * tile_column;
     float u[64];
     auto* mine = reinterpret_cast<float4*>(block + at(row, 64 * half));
 #pragma unroll
@@ -106,7 +111,8 @@ __global__ void __launch_bounds__(256, 2)
     for (int i = 0; i < 64; ++i) butterfly_across(u[i], 1);
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-        mine[i] = {u[4 * i] * scale, u[4 * i + 1] * scale, u[4 * i + 2] * scale, u[4 * i + 3] * scale};
+        mine[i] = {u[4 * i] * scale, u[4 * i + 1] * scale, u[4 * i + 2] * scale,
+                   u[4 * i + 3] * scale};
     __syncthreads();
 
     const float4 column_scale = load4(svh, n + 4 * lane, Float::kHalf);
@@ -123,10 +129,11 @@ __global__ void __launch_bounds__(256) decode_kernel(const WeightView w, void* o
     const int tile_column = blockIdx.x * 8 + threadIdx.x / 32, tile_row = 4 * blockIdx.y + q;
     if (tile_column >= w.n_tiles || tile_row >= w.k_tiles) return;
     float v[2][16];
-    decode_chunk<HalfBits, IsMul1>(
-        static_cast<const char*>(w.trellis) + tile_row * w.row_bytes + tile_column * (16 * HalfBits), r,
-        hash_of(IsMul1 ? int(kMul1) : w.codebook), v);
-    auto* to = static_cast<__half*>(out) + int64_t(16 * tile_row) * (16 * w.n_tiles) + 16 * tile_column + r;
+    decode_chunk<HalfBits, IsMul1>(static_cast<const char*>(w.trellis) + tile_row * w.row_bytes +
+                                       tile_column * (16 * HalfBits),
+                                   r, hash_of(IsMul1 ? int(kMul1) : w.codebook), v);
+    auto* to = static_cast<__half*>(out) + int64_t(16 * tile_row) * (16 * w.n_tiles) +
+               16 * tile_column + r;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         to[int64_t(i) * (16 * w.n_tiles)] = __float2half_rn(v[0][i]);

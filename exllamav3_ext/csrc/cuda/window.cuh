@@ -7,9 +7,10 @@
 //     row 2 w + {0, 1, 8, 9, 0, 1, 8, 9}[s],  column r (s < 4) or r + 8 (s >= 4).
 //
 // Cost per weight on the integer pipes: one byte permutation for a state whose window starts on a
-// byte of the stream or of one shifted copy of it, one multiply for the hash. The permutation writes
-// the 16-bit state twice, state * 0x10001, because zeroing the upper half would need a third source
-// register; the factor is divided out of the multiplier modulo 2^32, where 0x10001 is invertible.
+// byte of the stream or of one shifted copy of it, one multiply for the hash. The permutation
+// writes the 16-bit state twice, state * 0x10001, because zeroing the upper half would need a third
+// source register; the factor is divided out of the multiplier modulo 2^32, where 0x10001 is
+// invertible.
 
 #pragma once
 
@@ -23,11 +24,15 @@ inline constexpr uint32_t kTwiceInverse = 0xFFFF0001u;  // 0x10001 * this = 1 (m
 // Multipliers and addend that hash a state, or a state times 0x10001.
 struct Hash {
     uint32_t for_twice, for_state, addend;
-    __device__ __forceinline__ uint32_t of_twice(uint32_t twice) const { return twice * for_twice + addend; }
-    __device__ __forceinline__ uint32_t of_state(uint32_t state) const { return state * for_state + addend; }
+    __device__ __forceinline__ uint32_t of_twice(uint32_t twice) const {
+        return twice * for_twice + addend;
+    }
+    __device__ __forceinline__ uint32_t of_state(uint32_t state) const {
+        return state * for_state + addend;
+    }
 };
 __host__ __device__ constexpr Hash hash_of(int codebook) {
-    const uint32_t multiplier = codebook == kInst3  ? kInst3Multiplier
+    const uint32_t multiplier = codebook == kInst3 ? kInst3Multiplier
                                 : codebook == kMcg ? kMcgMultiplier
                                                    : kMul1Multiplier;
     return {multiplier * kTwiceInverse, multiplier, codebook == kInst3 ? kInst3Addend : 0};
@@ -38,14 +43,17 @@ __host__ __device__ constexpr Hash hash_of(int codebook) {
 template <int HalfBits, int Tiles>
 struct Stage {
     static constexpr int kRowBytes = Tiles * 16 * HalfBits;
-    static constexpr int kWanted =
-        HalfBits == 16 ? 64 : HalfBits % 4 == 2 ? (16 * HalfBits) % 128 : 32;  // pitch mod 128
+    static constexpr int kWanted = HalfBits == 16      ? 64
+                                   : HalfBits % 4 == 2 ? (16 * HalfBits) % 128
+                                                       : 32;  // pitch mod 128
     static constexpr int kPitch = kRowBytes + (kWanted - kRowBytes % 128 + 128) % 128;
     static constexpr int kBytes = 4 * kPitch;
     static constexpr int kPieces = kRowBytes / 16;  // copies of 16 bytes in a row
 
     // At K = 8 no pitch avoids conflicts of 16-byte reads at a stride of 32: swap neighbours too.
-    static __device__ __forceinline__ int flip(int row) { return HalfBits == 16 ? (row >> 1) & 1 : 0; }
+    static __device__ __forceinline__ int flip(int row) {
+        return HalfBits == 16 ? (row >> 1) & 1 : 0;
+    }
 };
 
 template <int HalfBits>
@@ -94,9 +102,9 @@ struct Chunk {
         }
     }
 
-    // Hash of the state at position P. `Balance` moves a quarter of the integer work or more from the
-    // shift and logic pipe to the multiplier's: a state in one half of a register is cut out by a dot
-    // product with (1, 0) or (0, 1).
+    // Hash of the state at position P. `Balance` moves a quarter of the integer work or more from
+    // the shift and logic pipe to the multiplier's: a state in one half of a register is cut out by
+    // a dot product with (1, 0) or (0, 1).
     template <int P, bool Balance>
     __device__ __forceinline__ uint32_t hashed(const Hash& hash) const {
         constexpr int end = window_end(HalfBits, P), index = (end - 1) / 32;
@@ -108,19 +116,23 @@ struct Chunk {
         if constexpr (Balance && byte % 2 == 0)
             return hash.of_state(__dp2a_lo(shifted, byte == 0 ? 0x0001u : 0x0100u, 0u));
         if constexpr (byte < 3) return hash.of_twice(__byte_perm(shifted, 0, pick));
-        // The window reaches into the previous word. Where that word's shifted copy is needed anyway
-        // (the shifts of neighbours coincide every 24 bits or less), take the byte from there.
+        // The window reaches into the previous word. Where that word's shifted copy is needed
+        // anyway (the shifts of neighbours coincide every 24 bits or less), take the byte from
+        // there.
         if constexpr (odd_bits == 0) return hash.of_twice(__byte_perm(low, high, pick));
         if constexpr (HalfBits <= 8 || HalfBits == 12) {
-            const uint32_t further =
-                index > 0 ? __funnelshift_r(at(index - 1), at(index - 2), odd_bits) : high >> odd_bits;
+            const uint32_t further = index > 0
+                                         ? __funnelshift_r(at(index - 1), at(index - 2), odd_bits)
+                                         : high >> odd_bits;
             return hash.of_twice(__byte_perm(shifted, further, pick));
         }
         return hash.of_twice(__byte_perm(__funnelshift_r(low, high, shift), 0, 0x1010));
     }
 
   private:
-    __device__ __forceinline__ uint32_t at(int index) const { return index < 0 ? before : word[index]; }
+    __device__ __forceinline__ uint32_t at(int index) const {
+        return index < 0 ? before : word[index];
+    }
 };
 
 // Two halves in one register whose exact sum, rounded once, is the 3inst or mcg value.
@@ -135,7 +147,8 @@ __device__ __forceinline__ uint32_t centred_mul1(uint32_t hash) {
 }
 // Two finished float16 values in one register.
 __device__ __forceinline__ uint32_t pair_of_sums(uint32_t z0, uint32_t z1) {
-    return bits_of(__hadd2(half2_of(__byte_perm(z0, z1, 0x5410)), half2_of(__byte_perm(z0, z1, 0x7632))));
+    return bits_of(
+        __hadd2(half2_of(__byte_perm(z0, z1, 0x5410)), half2_of(__byte_perm(z0, z1, 0x7632))));
 }
 __device__ __forceinline__ uint32_t pair_of_mul1(uint32_t x0, uint32_t x1) {
     const uint32_t b0 = __dp4a(x0, 0x01010101u, 0x6400u), b1 = __dp4a(x1, 0x01010101u, 0x6400u);
