@@ -9,6 +9,7 @@ bytes on the same machine and device, however often it was interrupted.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -172,8 +173,13 @@ class ConversionJob:
             else:
                 converted = pipeline.convert(index, layout, state)
                 self._save(layout.key, converted.tensors, converted.report)
+            start = time.monotonic()
             fidelity = pipeline.advance(index, converted, state, last)
             self.listener.module(converted.report, fidelity, resumed)
+            self.listener.detail(
+                f"   advanced in {time.monotonic() - start:.1f} s; peak memory "
+                f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB"
+            )
             reports.append(converted.report)
             if not last:
                 self._maybe_checkpoint(index + 1, state)

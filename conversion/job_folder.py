@@ -202,11 +202,12 @@ class JobFolder:
         }
         write_json(new / "state.json", progress)
         self.step("checkpoint complete")
-        shutil.rmtree(old, ignore_errors=True)
-        self.step("checkpoint old removed")
+        # After an interruption there may be no current one: the old one stays until there is.
         if current.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            self.step("checkpoint old removed")
             os.rename(current, old)
-        self.step("checkpoint set aside")
+            self.step("checkpoint set aside")
         os.rename(new, current)
         sync_folder(self.path)
         self.step("checkpoint in place")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from exllamav3.errors import ConversionError
+from exllamav3.ops.status import require_device
 from exllamav3.tokenizer.tokenizer import Tokenizer
 from exllamav3.topology import Plan
 
@@ -44,6 +46,7 @@ class StartedJob:
 
 def start_new(options: ConversionOptions, plan_path: str | None, step: Step) -> StartedJob:
     """Create a job; see `ConversionJob.create`."""
+    options = replace(options, **_absolute(options.to_json()))
     _check_paths(options)
     check_devices(options.devices)
     source = Source(Path(options.in_dir))
@@ -78,7 +81,8 @@ def start_resumed(
         raise ConversionError(f"{work_dir}: no such folder (-w), so no job to resume")
     folder = JobFolder(Path(work_dir), step)
     try:
-        return _resume(folder, {**given, "work_dir": work_dir}, plan_path)
+        stated = {**given, "work_dir": work_dir}
+        return _resume(folder, {**stated, **_absolute(stated)}, plan_path)
     except BaseException:
         folder.close()
         raise
@@ -155,10 +159,11 @@ def _notes(
 
 
 def check_devices(devices: Sequence[str]) -> None:
-    """Refuse devices that this machine does not have.
+    """Refuse devices that this machine does not have, or this build cannot use.
 
     Raises:
         ConversionError: names the device and what there is.
+        UnsupportedError: the device is there, kernels for it are not.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = ", ".join(["cpu", *map(str, range(count))])
@@ -171,6 +176,13 @@ def check_devices(devices: Sequence[str]) -> None:
             continue
         if device.type != "cuda" or device.index is None or device.index >= count:
             raise ConversionError(f"-d: device {name!r} does not exist here; there are {there}")
+        require_device(device)
+
+
+def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The paths among option values, so that a job can be resumed from another folder."""
+    names = ("in_dir", "work_dir", "out_dir", "cal_data")
+    return {name: os.path.abspath(values[name]) for name in names if values.get(name)}
 
 
 def _check_paths(options: ConversionOptions) -> None:
