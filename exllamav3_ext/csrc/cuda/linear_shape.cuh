@@ -47,8 +47,8 @@ struct Shape {
     using Sum = std::conditional_t<arithmetic(IsMul1) == Arithmetic::kDigits, int, float>;
     template <int HalfBits>
     static __host__ __device__ constexpr int depth() {
-        // Bytes of one warp's ring to aim for. One quad in flight for each of 16 or 24 warps fills
-        // the memory pipe; more of them only delay the input behind weights (measured).
+        // Bytes of one warp's ring to aim for. One quad in flight for each of 16 or 24 warps keeps
+        // the memory busy; two bring nothing.
         constexpr int fit = (Rows == 8 ? 6656 : 4608) / Stage<HalfBits, kTiles>::kBytes;
         return fit < 2 ? 2 : fit > 8 ? 8 : fit;
     }

@@ -32,42 +32,6 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Barrier among `threads` threads of the block; `id` 1..15 (0 is __syncthreads).
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
-                 : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(
-                     shared_address(barrier))
-                 : "memory");
-}
-// Waits until the phase of this parity has completed.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
-    uint32_t done = 0;
-    while (!done) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
-            "p; }"
-            : "=r"(done)
-            : "r"(shared_address(barrier)), "r"(parity)
-            : "memory");
-#else
-        asm volatile(
-            "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
-            "p; }"
-            : "=r"(done)
-            : "r"(shared_address(barrier)), "r"(parity)
-            : "memory");
-#endif
-    }
-}
-
 // Adds and returns the old value; orders everything before it, and everything after it, for the
 // device.
 __device__ __forceinline__ int atomic_add_acq_rel(int* p, int value) {
