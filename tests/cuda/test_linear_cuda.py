@@ -62,6 +62,17 @@ def test_any_number_of_rows(rows, codebook):
     assert_as_good_as_float16(random_input(rows, 384), random_weight(384, 256, 4), codebook)
 
 
+@pytest.mark.parametrize("rows", [145, 200, 256])
+def test_the_packed_kernel_itself_takes_any_number_of_rows(rows):
+    trellis, suh, svh, bias = random_weight(384, 256, 4)
+    x = random_input(rows, 384)
+    found = torch.ops.exllamav3.linear(x, trellis, suh, svh, bias, 2, torch.float16)
+    matrix = reference.reconstruct(trellis.cpu(), suh.cpu(), svh.cpu(), 2, torch.float32).cuda()
+    exact = x.double() @ matrix.double() + bias.double()
+    plain = (x @ matrix.half()).double() + bias.double()
+    assert error(found, exact) <= 2 * error(plain, exact) + 1e-4
+
+
 @pytest.mark.parametrize(
     ("k", "n"), [(128, 128), (128, 1152), (1152, 128), (896, 640), (5120, 1024), (2048, 8320)]
 )
