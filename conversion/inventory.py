@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from exllamav3.errors import ConversionError
 from exllamav3.modules.module import Module
 
-from .targets import ModuleLayout
-
 _DROPPED = ((".rotary_emb.inv_freq", "rotary frequencies are computed from config.json"),)
 """Suffixes of tensors that carry no weights."""
 
@@ -72,25 +70,6 @@ def account_for(
             f"these weights, or remove the tensors from the source"
         )
     return SourceAccount(tuple(sorted(wanted)), tuple(copied), tuple(dropped))
-
-
-def output_names(
-    layouts: Iterable[ModuleLayout], account: SourceAccount, suffixes: dict[str, tuple[str, ...]]
-) -> set[str]:
-    """Names of every tensor that the output must have.
-
-    Args:
-        suffixes: of the tensors made for each target, by its key.
-    """
-    names = set(account.copied)
-    for layout in layouts:
-        names.update(layout.kept)
-        names.update(f"{t.key}.{suffix}" for t in layout.targets for suffix in suffixes[t.key])
-        for linear in layout.halved:
-            names.add(f"{linear.key}.weight")
-            if linear.has_bias:
-                names.add(f"{linear.key}.bias")
-    return names
 
 
 def _some(names: Sequence[str], limit: int = 6) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -139,8 +138,3 @@ def _nearest_existing(path: Path) -> Path:
 
 def _gigabytes(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.2f} GB"
-
-
-def bits_by_key(layouts: Sequence[ModuleLayout]) -> Mapping[str, int]:
-    """Rate of every linear that is quantized, by output key."""
-    return {target.key: target.bits for module in layouts for target in module.targets}

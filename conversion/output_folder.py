@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from exllamav3.checkpoint.index import INDEX_NAME
 from exllamav3.errors import ConversionError
 
 from .durable import PARTIAL, write_json
-from .shards import INDEX_NAME
 
 CLAIM = ".exllamav3-conversion.json"
 WEIGHT_SUFFIXES = (

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exllamav3.checkpoint.index import INDEX_NAME
+
 from .durable import Step, write_json
 from .tensor_file import PendingTensor, write_tensor_file
 
-INDEX_NAME = "model.safetensors.index.json"
 MEBIBYTE = 1 << 20
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from exllamav3.conversion.output_folder import CLAIM, OutputFolder, side_files
 from exllamav3.conversion.shards import (
-    INDEX_NAME,
     OutputGroup,
     plan_shards,
     shard_names,
@@ -17,6 +16,7 @@ from exllamav3.conversion.shards import (
 from exllamav3.conversion.tensor_file import PendingTensor
 from safetensors import safe_open
 
+from exllamav3.checkpoint.index import INDEX_NAME
 from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.errors import ConversionError
 
