@@ -12,8 +12,9 @@ su = sqrt(i / h), h_r = sqrt(H_rr), with none; real activations are in between, 
     su = i^0.8 h^-0.2,    sv = o^0.5           (o_j the RMS of column j: no feedback there)
 
 comes within 2 % of the best scales that a numerical optimiser finds, see
-docs/adr/0010-exact-metric-and-balanced-scales.md. Both are then normalised so that each
-128-block has the same energy, because one global scale has to suit all of them.
+docs/adr/0010-exact-metric-and-balanced-scales.md. No su is much smaller than the others of
+its block. Both are then normalised so that each 128-block has the same energy, because one
+global scale has to suit all of them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ ROW_EXPONENT = 0.8
 """Exponent of the row RMS in su; the activation RMS gets this minus 1."""
 COLUMN_EXPONENT = 0.5
 """Exponent of the column RMS in sv."""
+ROW_FLOOR = 0.25
+"""Least scale of a row, as a share of the RMS of the scales in its block; see `_with_floor`."""
 ROUNDS = 2
 """Each side's RMS is taken with the other's scales applied; two rounds settle both."""
 ZERO_ROW_SHARE = 0.1
@@ -102,7 +105,7 @@ def regularize(
             sv_N = sv_N / sv_N.mean()
         row_rms_K = _row_rms(weight_KN, sv_N)
         scale_K = row_rms_K.pow(ROW_EXPONENT) * importance_K.pow(ROW_EXPONENT - 1)
-        su_K = _balance(scale_K, row_rms_K, REGULAR_STD)
+        su_K = _balance(_with_floor(scale_K, row_rms_K > 0), row_rms_K, REGULAR_STD)
         if not out_scales:
             break
         column_rms_N = _column_rms(weight_KN, su_K)
@@ -125,6 +128,20 @@ def _row_rms(weight_KN: Tensor, sv_N: Tensor) -> Tensor:
         scaled_KN = weight_KN[:, columns].to(torch.float32) / sv_N[columns]
         total_K += scaled_KN.square_().sum(dim=1)
     return (total_K / weight_KN.shape[1]).sqrt_()
+
+
+def _with_floor(scale_K: Tensor, live_K: Tensor) -> Tensor:
+    """Raise the scales of rows that are much smaller than the others of their block.
+
+    Feedback asks every row to make up for errors of the rows that correlate with it, in
+    proportion to *their* scales. A row whose own scale is far below theirs cannot hold such
+    a correction: it leaves the range of the trellis, with the 127 rows it is rotated with.
+    """
+    live = live_K.reshape(-1, HADAMARD_BLOCK)
+    scale = scale_K.reshape(-1, HADAMARD_BLOCK)
+    energy = torch.where(live, scale, 0.0).square().sum(dim=1, keepdim=True)
+    block_rms = (energy / live.sum(dim=1, keepdim=True).clamp(min=1)).sqrt()
+    return scale.maximum(ROW_FLOOR * block_rms).reshape(-1)
 
 
 def _balance(scale_C: Tensor, rms_C: Tensor, target: float) -> Tensor:

@@ -138,6 +138,17 @@ def test_padding_costs_no_accuracy():
     assert report.proxy_error < 1.1 * whole_report.proxy_error
 
 
+@pytest.mark.parametrize("share", [0.01, 0.1])
+def test_rows_that_are_almost_zero_do_not_disturb_the_others(share):
+    """Feedback must not ask a tiny row for corrections that it cannot hold."""
+    weight, hessian = uneven_weight(256, 128, seed=15), hessian_of(256)
+    _, usual = quantize_linear(weight, hessian, FOUR_BITS)
+    generator = torch.Generator().manual_seed(0)
+    weight[torch.rand(256, generator=generator) < share] *= 1e-3
+    _, report = quantize_linear(weight, hessian, FOUR_BITS)
+    assert report.proxy_error < 1.3 * usual.proxy_error
+
+
 @pytest.mark.parametrize("size", [2.0**-22, 2.0**-9, 2.0**10, 2.0**18])
 def test_accuracy_does_not_depend_on_the_size_of_the_weight(size):
     weight, hessian = uneven_weight(128, 128, seed=8), hessian_of(128)
