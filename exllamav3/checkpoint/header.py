@@ -8,7 +8,6 @@ the data can be mapped lazily. Source: the safetensors format description.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +16,7 @@ from typing import Any
 
 from exllamav3.errors import FormatError
 from exllamav3.topology import TensorMeta
+from exllamav3.util.json_text import parse_json
 
 MAX_HEADER_BYTES = 100_000_000
 """Limit that the safetensors library itself sets."""
@@ -95,8 +95,10 @@ def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        entries = parse_json(raw, unique)
+    except FormatError:
+        raise
+    except ValueError as error:
         raise FormatError(
             f"{path}: the header is not JSON ({error}); the file is damaged or not safetensors"
         ) from error
@@ -132,7 +134,7 @@ def _parse_entry(name: str, entry: Any, path: Path) -> tuple[TensorMeta, int, in
             f"data_offsets"
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise FormatError(
             f"{path}: tensor {name}: dtype {dtype!r} is unknown, expected one of "
             f"{', '.join(DTYPE_BITS)}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from exllamav3.errors import FormatError
+from exllamav3.util.json_text import parse_json
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -33,8 +33,8 @@ def read_index(path: Path) -> Index:
         FormatError: not JSON, a missing or wrong `weight_map`, or a shard outside the folder.
     """
     try:
-        obj = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        obj = parse_json(path.read_bytes())
+    except ValueError as error:
         raise FormatError(f"{path}: not JSON ({error}); fetch the file again") from error
     if not isinstance(obj, dict) or not isinstance(obj.get("weight_map"), dict):
         raise FormatError(f'{path}: expected an object with a "weight_map" object')

@@ -13,6 +13,7 @@ from typing import Any
 from exllamav3.checkpoint.header import DTYPE_BITS
 from exllamav3.codec.params import Codebook, bits_of_trellis
 from exllamav3.codec.tensor import is_exl3
+from exllamav3.errors import FormatError
 from exllamav3.topology import Declaration, TensorMeta
 
 SUFFIXES = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1", "bias")
@@ -91,6 +92,11 @@ def to_obj(entry: Entry) -> dict[str, Any]:
 def _exl3_entry(key: str, tensors: Mapping[str, TensorMeta], topology: str | None) -> Entry:
     names = [f"{key}.{suffix}" for suffix in SUFFIXES if f"{key}.{suffix}" in tensors]
     trellis = tensors[f"{key}.trellis"]
+    if len(trellis.shape) != 3:
+        raise FormatError(
+            f"{key}.trellis: has shape {list(trellis.shape)}, expected 3 dimensions (in / 16, "
+            f"out / 16, 16 * K); the file is damaged or not EXL3"
+        )
     rows, columns, words = trellis.shape
     codebooks = [c.value for c in Codebook if c.marker and f"{key}.{c.marker}" in tensors]
     shape = [rows * 16, columns * 16]

@@ -12,8 +12,12 @@ def split_stop_conditions(conditions: Sequence[str | int]) -> tuple[tuple[str, .
     """Sort stop conditions into strings and token ids.
 
     Raises:
-        FormatError: an entry is neither a non-empty string nor an integer.
+        FormatError: an entry is neither a non-empty string nor an integer, or a lone string is given.
     """
+    if isinstance(conditions, str):  # a sequence of strings too: each letter would stop
+        raise FormatError(
+            f"stop_conditions is the string {conditions!r}, expected a list; write [{conditions!r}]"
+        )
     strings: list[str] = []
     ids: set[int] = set()
     for index, condition in enumerate(conditions):

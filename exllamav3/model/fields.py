@@ -6,12 +6,12 @@ converted: `"4"` is not 4 and `true` is not 1.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from exllamav3.errors import FormatError
+from exllamav3.util.json_text import parse_json
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -19,8 +19,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FormatError(f"{path}: missing; a model folder needs it")
     try:
-        obj = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        obj = parse_json(path.read_bytes())
+    except ValueError as error:
         raise FormatError(f"{path}: not JSON ({error})") from error
     if not isinstance(obj, dict):
         raise FormatError(f"{path}: is a JSON {type(obj).__name__}, expected an object")

@@ -34,7 +34,10 @@ def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> 
     """
     path = directory / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{path}: not UTF-8 ({error}); restore the file") from error
     entry = tokenizer_config.get("chat_template")
     if entry is None or isinstance(entry, str):
         return entry

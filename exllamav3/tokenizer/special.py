@@ -9,13 +9,13 @@ model has none), `generation_config.json` (ids at which generation stops) and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from exllamav3.errors import FormatError
+from exllamav3.util.json_text import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = parse_json(path.read_bytes())
+    except ValueError as error:
         raise FormatError(f"{path}: not valid JSON ({error}); restore the file") from error
     if not isinstance(value, dict):
         raise FormatError(f"{path}: found {type(value).__name__}, expected a JSON object")

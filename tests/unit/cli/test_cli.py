@@ -285,6 +285,14 @@ def test_a_trellis_of_no_rate_is_refused():
         take_inventory(tensors, None)
 
 
+@pytest.mark.parametrize("shape", [(), (8,), (8, 64), (1, 8, 8, 64)])
+def test_a_trellis_of_another_rank_is_refused(shape):
+    tensors = {"a.trellis": TensorMeta(shape, "I16")}
+    tensors |= {f"a.{name}": TensorMeta((128,), "F16") for name in ("suh", "svh")}
+    with pytest.raises(FormatError, match="a.trellis: has shape .*expected 3 dimensions"):
+        take_inventory(tensors, None)
+
+
 def test_a_table_in_a_pipe_is_aligned_and_uncut(capsys):
     print_table(("name", "size"), [("x" * 200, "1"), ("y", "1000")])
     lines = capsys.readouterr().out.splitlines()

@@ -51,3 +51,8 @@ def test_conditions_of_other_types_are_refused(bad):
 
 def test_strings_and_ids_are_told_apart():
     assert split_stop_conditions(["a", 5, "b"]) == (("a", "b"), {5})
+
+
+def test_a_lone_string_is_refused_because_its_letters_would_be_the_conditions():
+    with pytest.raises(FormatError, match=r"write \['END'\]"):
+        split_stop_conditions("END")
