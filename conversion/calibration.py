@@ -87,7 +87,9 @@ def packed_rows(path: Path, rows: int, cols: int) -> Tensor:
             f"{path}: input_ids holds {found_rows} rows, asked for {rows}; use -cr {found_rows} or "
             f"fewer"
         )
-    return ids[:rows, :cols].to(torch.int32).contiguous()
+    ids = ids[:rows, :cols].to(torch.int64)
+    # Ids past 32 bits would wrap around into the vocabulary; any id out there is refused later.
+    return ids.clamp(-1, 2**31 - 1).to(torch.int32).contiguous()
 
 
 def calibration_rows(

@@ -74,7 +74,10 @@ def full_disk_explained(path: Path) -> Iterator[None]:
 def write_json(path: Path, value: object, indent: int | None = 4) -> None:
     """Write a JSON file durably, keys in the order given."""
     with replacing(path) as file:
-        file.write(json.dumps(value, indent=indent, ensure_ascii=False).encode() + b"\n")
+        text = json.dumps(value, indent=indent, ensure_ascii=False)
+        # A lone surrogate (an undecodable file name, an escape in config.json) has no UTF-8 form;
+        # what Python replaces it with happens to be its JSON escape.
+        file.write(text.encode("utf-8", "backslashreplace") + b"\n")
 
 
 def copy_file(source: Path, target: Path) -> None:

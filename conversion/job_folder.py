@@ -14,6 +14,7 @@ killed process costs at most the module it was working on.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -27,6 +28,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from exllamav3.errors import ConversionError
+from exllamav3.util.json_text import parse_json
 
 from .durable import PARTIAL, Step, full_disk_explained, ignore_step, sync_folder, write_json
 from .tensor_file import PendingTensor, write_tensor_file
@@ -71,6 +73,11 @@ class JobFolder:
         """
         self.path = path
         self.step = step
+        self._made_folders = [p for p in (path, *path.parents) if not p.exists()]
+        self._made_lock = not (path / _LOCK).exists()
+        self._made_job = False
+        if path.exists() and not path.is_dir():
+            raise ConversionError(f"{path}: the work folder (-w) is a file; choose another")
         path.mkdir(parents=True, exist_ok=True)
         self._lock = (path / _LOCK).open("a+")
         try:
@@ -83,6 +90,9 @@ class JobFolder:
                 f"{path}: another process (id {owner}) is working on this job; wait for it or "
                 f"stop it, or choose another work folder"
             ) from None
+        if not _is_still(path / _LOCK, self._lock.fileno()):
+            self._lock.close()
+            raise ConversionError(f"{path}: another process has just given this folder up; retry")
         self._lock.truncate(0)
         self._lock.write(f"{os.getpid()}\n")
         self._lock.flush()
@@ -96,6 +106,19 @@ class JobFolder:
     def close(self) -> None:
         """Release the lock."""
         self._lock.close()
+
+    def discard(self) -> None:
+        """Remove what this object made, and nothing else: the job that was to be cannot start.
+
+        A job that was in the folder before stays, and so does anything foreign.
+        """
+        names = sorted(_OURS - {_LOCK} | {_JOB}) if self._made_job else []
+        for name in (*names, *([_LOCK] if self._made_lock else [])):
+            (self.path / name).unlink(missing_ok=True)
+        self.close()
+        for folder in self._made_folders:
+            with contextlib.suppress(OSError):  # another process may use it by now
+                folder.rmdir()
 
     # -- the job itself
 
@@ -123,6 +146,7 @@ class JobFolder:
 
     def create(self, record: Mapping[str, Any], rows: Tensor) -> None:
         """Store a new job: int32 token rows `(rows, cols)` first, then the record."""
+        self._made_job = True
         write_tensor_file(self.path / _ROWS, [PendingTensor.of("input_ids", rows)])
         self.write_record(record)
 
@@ -141,7 +165,7 @@ class JobFolder:
                 f"without --resume"
             )
         try:
-            record = json.loads((self.path / _JOB).read_text())
+            record = parse_json((self.path / _JOB).read_bytes())
         except ValueError as error:
             raise ConversionError(
                 f"{self.path / _JOB}: not valid JSON ({error}); start a new job in an empty folder"
@@ -217,7 +241,7 @@ class JobFolder:
         for name in ("ckpt", "ckpt_old"):
             folder = self.path / name
             if folder.exists():
-                progress = json.loads((folder / "state.json").read_text())
+                progress = json.loads((folder / "state.json").read_bytes())
                 with safe_open(folder / "state.safetensors", "pt") as file:
                     rows = [file.get_tensor(f"tensor.{i}") for i in range(progress["rows"])]
                 return Checkpoint(progress["next_module"], tuple(rows), tuple(progress["bad_rows"]))
@@ -236,4 +260,12 @@ class JobFolder:
     def finished_out_dir(self) -> str | None:
         """Where the finished result went, or None while the job runs."""
         file = self.path / _FINISHED
-        return str(json.loads(file.read_text())["out_dir"]) if file.exists() else None
+        return str(json.loads(file.read_bytes())["out_dir"]) if file.exists() else None
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    """Whether an open file is the one under its name: its last owner may have removed it."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -128,6 +128,8 @@ def _problems(options: ConversionOptions) -> list[str]:
     for name in ("in_dir", "work_dir", "out_dir"):
         value = getattr(options, name)
         expect(isinstance(value, str) and value != "", name, "a folder")
+        # Files in other folders cannot be opened by the safetensors library.
+        expect(_is_unicode(value), name, "a path in UTF-8; rename the folder")
     expect(1 <= options.bits <= 8, "bits", "a number from 1 to 8 (mean bits per weight)")
     for name in ("head_bits", "mtp_bits"):
         expect(_is_rate(getattr(options, name)), name, "an integer from 1 to 8, or 16")
@@ -151,6 +153,10 @@ def _problems(options: ConversionOptions) -> list[str]:
         "different GPUs, or only the CPU",
     )
     return problems
+
+
+def _is_unicode(path: object) -> bool:
+    return "\x00" not in str(path) and not any("\ud800" <= c <= "\udfff" for c in str(path))
 
 
 def _is_rate(bits: int) -> bool:

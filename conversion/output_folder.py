@@ -65,7 +65,7 @@ class OutputFolder:
         if not file.is_file():
             return False
         try:
-            claim = json.loads(file.read_text())
+            claim = json.loads(file.read_bytes())
         except ValueError:
             return False
         return isinstance(claim, dict) and claim.get("job") == self.job_id

@@ -7,14 +7,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from exllamav3.architecture.decoder import DecoderSpec, build_decoder, build_mtp, model_facts
 from exllamav3.architecture.table import read_spec
 from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.errors import ConversionError, FormatError
 from exllamav3.model.config import Config
 from exllamav3.modules.linear import Linear
-from exllamav3.modules.module import WEIGHT_DTYPES, Module
-from exllamav3.topology import ModelFacts, ResolvedTopology
+from exllamav3.modules.module import DTYPE_NAMES, WEIGHT_DTYPES, Module
+from exllamav3.topology import ModelFacts, ResolvedTopology, TensorMeta
 
 from .inventory import SourceAccount, account_for
 
@@ -97,14 +100,15 @@ class Source:
 
     def _check_dtypes(self) -> None:
         for name, meta in self.tensors.inventory().items():
-            if name.endswith(QUANTIZED_SUFFIXES) or meta.dtype.startswith(("F8", "F4", "F6")):
+            if name.endswith(QUANTIZED_SUFFIXES) or meta.dtype.startswith(("F8_", "F4", "F6_")):
                 raise ConversionError(
                     f"{self.directory}: tensor {name} ({meta.dtype} {list(meta.shape)}) shows that "
                     f"the source is already quantized; convert the BF16 model it was made from"
                 )
 
     def _check_shapes(self, modules: Sequence[Module]) -> None:
-        """Compare what linears need with the headers, so that no job fails hours later."""
+        """Compare what the modules need with the headers, so that no job fails hours later."""
+        headers = _HeadersOnly(self.tensors)
         for module in modules:
             for part in module:
                 for name in part.own_names(self.tensors.names()):
@@ -116,6 +120,12 @@ class Source:
                         )
                 if isinstance(part, Linear):
                     self._check_linear(part)
+                    if part.alt_key is not None:
+                        part.check_tied(self.tensors)
+                else:
+                    part.device = torch.device("meta")
+                    part.load_own(headers)
+                    part.unload_own()
 
     def _check_linear(self, part: Linear) -> None:
         shape = (part.out_features, part.in_features)
@@ -132,3 +142,15 @@ class Source:
                     f"{self.directory}: tensor {extra} has shape "
                     f"{list(self.tensors.describe(extra).shape)}, expected {list(shape[:1])}"
                 )
+
+
+class _HeadersOnly:
+    """A `TensorSource` without data: loading from it checks names, shapes and dtypes."""
+
+    def __init__(self, tensors: TensorFiles) -> None:
+        self.names, self.has, self.describe = tensors.names, tensors.has, tensors.describe
+
+    def get(self, name: str) -> Tensor:
+        meta: TensorMeta = self.describe(name)
+        dtype = next(dtype for dtype, stored in DTYPE_NAMES.items() if stored == meta.dtype)
+        return torch.empty(meta.shape, dtype=dtype, device="meta")

@@ -68,7 +68,7 @@ def start_new(options: ConversionOptions, plan_path: str | None, step: Step) -> 
         folder.create(_record(output.job_id, options, plan, source), rows)
         output.claim()
     except BaseException:
-        folder.close()
+        folder.discard()
         raise
     return StartedJob(folder, output, options, source, layout)
 
@@ -172,7 +172,7 @@ def check_devices(devices: Sequence[str]) -> None:
             device = torch.device(name)
         except RuntimeError as error:
             raise ConversionError(f"-d: {name!r} is no device; there are {there}") from error
-        if device.type == "cpu":
+        if device == torch.device("cpu"):
             continue
         if device.type != "cuda" or device.index is None or device.index >= count:
             raise ConversionError(f"-d: device {name!r} does not exist here; there are {there}")
@@ -194,6 +194,12 @@ def _check_paths(options: ConversionOptions) -> None:
             raise ConversionError(
                 f"{named[two]}: {one} and {two} are the same folder; source, work folder and "
                 f"output must be different"
+            )
+    for inner, outer in (("-w", "-o"), ("-o", "-w")):
+        if resolved[outer] in resolved[inner].parents:
+            raise ConversionError(
+                f"{named[inner]}: {inner} is inside {outer} ({named[outer]}), where a job removes "
+                f"what it has written; give work folder and output separate places"
             )
 
 

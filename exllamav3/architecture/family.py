@@ -68,7 +68,7 @@ def read_family(config: Config, family: Family) -> DecoderSpec:
         hidden_size=config.hidden_size,
         intermediate_size=text.integer("intermediate_size"),
         layer_types=_layer_types(text, config.num_hidden_layers, family),
-        eps=text.number("rms_norm_eps", 1e-6),
+        eps=text.number("rms_norm_eps", 1e-6, above=0),
         attention=attention,
         rope=read_rope(text, attention.head_dim, family.partial_rotary),
         norm_offset=family.norm_offset,

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from exllamav3.checkpoint.header import Header, read_header
@@ -147,9 +147,15 @@ class TensorFiles:
     def get(self, name: str) -> Tensor:
         """The tensor on the CPU in its stored dtype. FormatError when there is none."""
         file = self.file_of(name)
-        if file not in self._open:
-            self._open[file] = safe_open(self.directory / file, framework="pt")
-        tensor: Tensor = self._open[file].get_tensor(name)
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.directory / file, framework="pt")
+            tensor: Tensor = self._open[file].get_tensor(name)
+        except SafetensorError as error:
+            raise FormatError(
+                f"{self.directory / file}: tensor {name} cannot be read ({error}); the file has "
+                f"changed since its header was read, or its path or dtype is not supported"
+            ) from error
         return tensor
 
     def close(self) -> None:

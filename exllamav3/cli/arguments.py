@@ -7,8 +7,11 @@ import argparse
 import torch
 
 from exllamav3.cli.output import progress_bar
+from exllamav3.errors import UnsupportedError
 from exllamav3.model.config import Config
 from exllamav3.model.model import Model
+
+MAX_THREADS = 1024
 
 
 def positive_int(text: str) -> int:
@@ -19,10 +22,18 @@ def positive_int(text: str) -> int:
     return value
 
 
+def thread_count(text: str) -> int:
+    """A number of threads that the OpenMP runtime starts; far beyond it the process crashes."""
+    value = positive_int(text)
+    if value > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"{text} is more than {MAX_THREADS}")
+    return value
+
+
 def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     """Where and with how many threads a model runs."""
     parser.add_argument("--device", help='"cpu" or "cuda:N"; default: the GPU if there is one')
-    parser.add_argument("--threads", type=positive_int, help="CPU threads; default: torch's own")
+    parser.add_argument("--threads", type=thread_count, help="CPU threads; default: torch's own")
 
 
 def build_model(directory: str) -> Model:
@@ -42,6 +53,8 @@ def load_model(model: Model, arguments: argparse.Namespace) -> None:
     """
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
+    if arguments.device == "meta":
+        raise UnsupportedError("--device meta: it computes nothing; use cpu or cuda:N")
     name = model.config.directory.name if model.config.directory else "model"
     with progress_bar(f"loading {name}", len(model.modules)) as update:
         model.load(device=arguments.device, progress=lambda done, _: update(done))

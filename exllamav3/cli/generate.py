@@ -10,6 +10,7 @@ import torch
 
 from exllamav3.cache import PAGE_SIZE, Cache
 from exllamav3.cli.arguments import add_runtime_options, build_model, load_model, positive_int
+from exllamav3.errors import FormatError
 from exllamav3.generator import ComboSampler, DefaultSampler, Generator, GreedySampler, Job, Sampler
 from exllamav3.generator.job import Result
 from exllamav3.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     sampler = _sampler(arguments)
     model = build_model(arguments.directory)
     tokenizer = Tokenizer.from_config(model.config)
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = _read_stdin() if arguments.prompt == "-" else arguments.prompt
     ids = _prompt_ids(tokenizer, prompt, arguments)
     job = Job(
         ids,
@@ -95,6 +96,13 @@ def _sampler(arguments: argparse.Namespace) -> Sampler:
     if given == {"temperature": 0.0}:
         return GreedySampler()
     return ComboSampler(**given) if given else DefaultSampler()
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"stdin: the prompt is not text ({error}); give it as UTF-8") from error
 
 
 def _prompt_ids(tokenizer: Tokenizer, prompt: str, arguments: argparse.Namespace) -> list[int]:

@@ -43,7 +43,7 @@ class ActiveJob:
         self._stop_ids = job.stop_ids | (set() if job.ignore_eos else set(tokenizer.eos_token_ids))
         self._stream = tokenizer.stream(job.prompt_ids, job.decode_special_tokens)
         self._stop_filter = StopFilter(job.stop_strings)
-        self._random = torch.Generator().manual_seed(job.seed)
+        self._random = torch.Generator().manual_seed(job.seed % 2**32)
         self._text: list[str] = []
         self._count = len(job.prompt_ids)
         self._ids_T = torch.tensor(job.prompt_ids)

@@ -61,7 +61,7 @@ class Job:
         stop_conditions: strings and token ids that end the completion. The model's own EOS ids are
             added unless `ignore_eos`.
         ignore_eos: generate on past EOS.
-        seed: of the draws, of which torch uses the low 32 bits; None picks one, which `job.seed`
+        seed: of the draws, of which the low 32 bits count; None picks one, which `job.seed`
             then tells.
         identifier: anything; comes back in the results.
         decode_special_tokens: spell special tokens out in the text.
@@ -89,6 +89,8 @@ class Job:
         self.prompt_ids = _prompt_ids(input_ids)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise FormatError(f"Job: max_new_tokens is {max_new_tokens}, expected at least 1")
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+            raise FormatError(f"Job: seed is {seed!r}, expected a whole number or None")
         self.max_new_tokens = max_new_tokens
         self.min_new_tokens = min_new_tokens
         self.sampler = sampler or DefaultSampler()

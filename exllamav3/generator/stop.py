@@ -12,7 +12,7 @@ def split_stop_conditions(conditions: Sequence[str | int]) -> tuple[tuple[str, .
     """Sort stop conditions into strings and token ids.
 
     Raises:
-        FormatError: an entry is neither a non-empty string nor an integer, or a lone string is given.
+        FormatError: an entry is neither a non-empty string nor an integer, or it is all one string.
     """
     if isinstance(conditions, str):  # a sequence of strings too: each letter would stop
         raise FormatError(

@@ -6,6 +6,7 @@ converted: `"4"` is not 4 and `true` is not 1.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,16 @@ class Fields:
             raise FormatError(f"{self.where}.{key}: is {value}, expected {expected}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number."""
-        value = self.get(key, (int, float), "a number")
-        return float(self._or_default(key, value, default, "a number"))
+    def number(self, key: str, default: float | None = None, above: float | None = None) -> float:
+        """A finite number, greater than `above`."""
+        expected = "a number" if above is None else f"a number greater than {above:g}"
+        value = self._or_default(key, self.get(key, (int, float), expected), default, expected)
+        # Python reads NaN, Infinity and integers of any length out of a JSON file.
+        if not -sys.float_info.max <= value <= sys.float_info.max or (
+            above is not None and not value > above
+        ):
+            raise FormatError(f"{self.where}.{key}: is {value!r}, expected {expected}")
+        return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """true or false."""

@@ -45,33 +45,36 @@ def read_rope(text: Fields, head_dim: int, partial_default: float = 1.0) -> Rope
             f"{rotary_dim} lanes, expected an even number from 2 to {head_dim}"
         )
     common: dict[str, Any] = {
-        "theta": merged.number("rope_theta", DEFAULT_THETA),
+        "theta": merged.number("rope_theta", DEFAULT_THETA, above=1),
         "rotary_dim": rotary_dim,
         "rope_type": rope_type,
     }
     if rope_type == "default":
         return RopeSettings(**common)
     if rope_type == "linear":
-        return RopeSettings(**common, factor=merged.number("factor"))
+        return RopeSettings(**common, factor=merged.number("factor", above=0))
     original = merged.integer(
         "original_max_position_embeddings",
         text.integer("original_max_position_embeddings", text.integer("max_position_embeddings")),
     )
     if rope_type == "llama3":
+        low = merged.number("low_freq_factor", above=0)
         return RopeSettings(
             **common,
-            factor=merged.number("factor"),
+            factor=merged.number("factor", above=0),
             original_max_positions=original,
-            low_freq_factor=merged.number("low_freq_factor"),
-            high_freq_factor=merged.number("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=merged.number("high_freq_factor", above=low),
         )
-    factor = merged.number("factor", text.integer("max_position_embeddings", original) / original)
+    factor = merged.number(
+        "factor", text.integer("max_position_embeddings", original) / original, above=0
+    )
     return RopeSettings(
         **common,
         factor=factor,
         original_max_positions=original,
-        beta_fast=merged.number("beta_fast", 32.0),
-        beta_slow=merged.number("beta_slow", 1.0),
+        beta_fast=merged.number("beta_fast", 32.0, above=0),
+        beta_slow=merged.number("beta_slow", 1.0, above=0),
         truncate=merged.flag("truncate", True),
         attention_factor=_yarn_attention_factor(merged, factor),
     )

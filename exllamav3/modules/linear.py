@@ -108,6 +108,24 @@ class Linear(Module):
         assert self.device is not None
         self.weight, self.bias = weight.to(self.device), None
 
+    def check_tied(self, source: TensorSource) -> None:
+        """Compare a dense weight of its own with that of `alt_key`, where both are stored.
+
+        Raises:
+            FormatError: they differ, so one of the two would be lost.
+        """
+        names = (f"{self.key}.weight", f"{self.alt_key}.weight")
+        if not all(map(source.has, names)):
+            return
+        # A head written by a converter is float16 where its embedding is BF16.
+        own, shared = (source.get(name).half() for name in names)
+        if not torch.equal(own, shared):
+            raise FormatError(
+                f"{names[0]}: differs from {names[1]}, but "
+                f'config.json says "tie_word_embeddings": true; set it to false to use the '
+                f"stored head, or remove the head tensor to use the embedding"
+            )
+
     def _load_dense(self, source: TensorSource) -> None:
         shape = (self.out_features, self.in_features)
         weight: Tensor | None = None
@@ -115,13 +133,7 @@ class Linear(Module):
             weight, _ = read_weight(source, f"{self.key}.weight", shape, "weight")
         if self.alt_key and source.has(f"{self.alt_key}.weight"):
             shared, _ = read_weight(source, f"{self.alt_key}.weight", shape, "weight")
-            # A head written by a converter is float16 where its embedding is BF16.
-            if weight is not None and not torch.equal(weight.half(), shared.half()):
-                raise FormatError(
-                    f"{self.key}.weight: differs from {self.alt_key}.weight, but "
-                    f'config.json says "tie_word_embeddings": true; set it to false to use the '
-                    f"stored head, or remove the head tensor to use the embedding"
-                )
+            self.check_tied(source)
             weight = shared
         if weight is None:
             raise FormatError(

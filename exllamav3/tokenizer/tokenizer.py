@@ -104,7 +104,10 @@ class Tokenizer:
     def encode_ids(
         self, text: str, add_bos: bool = False, encode_special_tokens: bool = False
     ) -> list[int]:
-        """As `encode`, but returns a plain list."""
+        """As `encode`, but returns a plain list. FormatError: the text has no UTF-8 form."""
+        if not isinstance(text, str) or any("\ud800" <= letter <= "\udfff" for letter in text):
+            found = "bytes that are not UTF-8" if isinstance(text, str) else type(text).__name__
+            raise FormatError(f"the text to encode is or has {found}, expected a str of Unicode")
         # The library's property has the opposite sense: true means "as ordinary text".
         self._backend.encode_special_tokens = not encode_special_tokens
         ids = self._backend.encode(text, add_special_tokens=False).ids

@@ -6,6 +6,7 @@ import collections
 import errno
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from conversion_support import (
 from exllamav3.conversion import ConversionJob, convert, layout, pipeline
 from exllamav3.conversion.reports import Silent
 from safetensors.torch import load_file, save_file
-from tiny_models import llama_config, qwen35_config, random_tensors
+from tiny_models import llama_config, qwen35_config, random_tensors, write_folder
 
 from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.errors import ConversionError, FormatError, UnsupportedError
@@ -506,3 +507,98 @@ def test_mtp_bits_cannot_change_once_a_part_of_the_head_is_finished(tmp_path):
     interrupt(options, "shard tensor", 1)
     with pytest.raises(ConversionError, match="-mb cannot change any more, mtp"):
         ConversionJob.resume(options.work_dir, {"mtp_bits": 3})
+
+
+# -- what was attacked once
+
+
+def everything(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+@pytest.mark.parametrize("change", ["short calibration", "full output", "output under a file"])
+def test_a_job_that_cannot_start_leaves_nothing_behind(source, tmp_path, change):
+    options = job_options(source, tmp_path, work_dir=str(tmp_path / "new" / "work"))
+    if change == "short calibration":
+        options = replace(options, cal_rows=10**6)
+    elif change == "full output":
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "notes.txt").write_text("mine")
+    else:
+        (tmp_path / "file").write_text("mine")
+        options = replace(options, out_dir=str(tmp_path / "file" / "out"))
+    before = everything(tmp_path)
+    with pytest.raises((ConversionError, OSError)):
+        ConversionJob.create(options)
+    assert everything(tmp_path) == before
+
+
+def test_a_job_that_cannot_start_leaves_a_stored_job_alone(source, tmp_path):
+    interrupt(job_options(source, tmp_path))
+    before = everything(tmp_path)
+    with pytest.raises(ConversionError, match="holds a job already"):
+        ConversionJob.create(job_options(source, tmp_path))
+    assert everything(tmp_path) == before
+    with ConversionJob.resume(str(tmp_path / "work")) as job:
+        job.run()
+
+
+@pytest.mark.parametrize(("work", "out"), [("a", "a/ckpt"), ("a/b/work", "a")])
+def test_work_and_output_are_not_inside_one_another(source, tmp_path, work, out):
+    options = job_options(
+        source, tmp_path, work_dir=str(tmp_path / work), out_dir=str(tmp_path / out)
+    )
+    refused(options, "is inside -[wo]")
+    assert not everything(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("model.norm.weight", torch.ones(1)),
+        ("model.layers.0.input_layernorm.weight", torch.ones(1, 128)),
+        ("model.embed_tokens.weight", torch.ones(200, 128)),
+        ("model.layers.0.linear_attn.A_log", torch.ones(3)),
+        ("model.layers.0.linear_attn.conv1d.weight", torch.ones(4, 4)),
+    ],
+)
+def test_every_shape_is_checked_before_work_begins(tmp_path, name, tensor):
+    config = qwen35_config()
+    tensors = random_tensors(config) | {name: tensor.bfloat16()}
+    write_folder(tmp_path / "source", config, tensors)
+    refused(job_options(tmp_path / "source", tmp_path), f"{name}: .* has shape", FormatError)
+
+
+def test_a_tied_head_that_differs_is_refused_before_work_begins(tmp_path):
+    config = llama_config(tie_word_embeddings=True)
+    write_folder(tmp_path / "source", config, random_tensors(llama_config()))
+    options = job_options(tmp_path / "source", tmp_path)
+    refused(options, r"lm_head\.weight: differs from model\.embed_tokens\.weight", FormatError)
+
+
+def test_float64_weights_are_not_called_quantized(tmp_path):
+    config, name = llama_config(), "model.layers.0.self_attn.q_proj.weight"
+    tensors = random_tensors(config)
+    write_folder(tmp_path / "source", config, tensors | {name: tensors[name].double()})
+    options = job_options(tmp_path / "source", tmp_path)
+    refused(options, "stored as F64, expected one of BF16", FormatError)
+
+
+@pytest.mark.parametrize("name", ["in_dir", "work_dir", "out_dir"])
+@pytest.mark.parametrize("path", ["folder-\udcff", "folder-\x00"])
+def test_a_path_that_no_file_can_be_read_from_is_refused(source, tmp_path, name, path):
+    with pytest.raises(ConversionError, match="expected a path in UTF-8"):
+        job_options(source, tmp_path, **{name: path})
+
+
+def test_an_unpaired_surrogate_in_the_configuration_is_written_back(tmp_path):
+    path = write_source(tmp_path / "source") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"_name_or_path": "\ud800"}))
+    convert(job_options(tmp_path / "source", tmp_path))
+    written = json.loads((tmp_path / "out" / "config.json").read_bytes())
+    assert written["_name_or_path"] == "\ud800"
+
+
+@pytest.mark.parametrize("device", ["cpu:3", "meta"])
+def test_a_device_that_is_not_there_is_refused(source, tmp_path, device):
+    refused(job_options(source, tmp_path, devices=(device,)), "does not exist here; there are cpu")

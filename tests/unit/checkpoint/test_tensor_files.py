@@ -118,3 +118,11 @@ def test_tensors_outlive_the_files_they_came_from(sharded):
     tensor = files.get("c")
     files.close()
     assert torch.equal(tensor, torch.full((4,), 5.0))
+
+
+def test_a_file_that_vanishes_after_its_header_was_read_is_an_error_with_its_name(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 16)
+    with pytest.raises(FormatError, match=r"model\.safetensors: tensor a cannot be read"):
+        files.get("a")

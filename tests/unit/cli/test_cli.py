@@ -1,3 +1,4 @@
+import io
 import json
 import shutil
 import subprocess
@@ -289,7 +290,7 @@ def test_a_trellis_of_no_rate_is_refused():
 def test_a_trellis_of_another_rank_is_refused(shape):
     tensors = {"a.trellis": TensorMeta(shape, "I16")}
     tensors |= {f"a.{name}": TensorMeta((128,), "F16") for name in ("suh", "svh")}
-    with pytest.raises(FormatError, match="a.trellis: has shape .*expected 3 dimensions"):
+    with pytest.raises(FormatError, match=r"a\.trellis: has shape .*expected 3 dimensions"):
         take_inventory(tensors, None)
 
 
@@ -306,3 +307,21 @@ def test_a_table_in_a_pipe_is_aligned_and_uncut(capsys):
 )
 def test_sizes_are_readable(size, text):
     assert human_bytes(size) == text
+
+
+def test_a_prompt_from_stdin_that_is_no_text_is_one_line_and_exit_code_1(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    assert main(["generate", QUANTIZED, "-"]) == 1
+    assert "stdin: the prompt is not text" in capsys.readouterr().err
+
+
+def test_a_prompt_of_undecodable_bytes_is_one_line_and_exit_code_1(capsys):
+    assert main(["generate", QUANTIZED, "a\udcff"]) == 1
+    assert "bytes that are not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["0", "1025", "100000"])
+def test_thread_counts_that_no_runtime_can_serve_are_wrong_usage(capsys, count):
+    with pytest.raises(SystemExit):
+        main(["eval", QUANTIZED, "--threads", count])
+    assert "argument --threads: " in capsys.readouterr().err

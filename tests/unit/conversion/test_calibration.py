@@ -115,3 +115,11 @@ def test_malformed_files_are_refused(tmp_path):
     save_file({"input_ids": torch.zeros(2, 4)}, floats)
     with pytest.raises(ConversionError, match="expected an integer tensor"):
         rows_of(floats, 1, 4)
+
+
+@pytest.mark.parametrize("token", [2**32, 2**32 + 5, -(2**32), 2**62])
+def test_ids_that_would_wrap_around_into_the_vocabulary_are_refused(tmp_path, token):
+    path = tmp_path / "rows.safetensors"
+    save_file({"input_ids": torch.full((2, 4), token)}, path)
+    with pytest.raises(ConversionError, match="outside the model's vocabulary"):
+        rows_of(path, 2, 4)

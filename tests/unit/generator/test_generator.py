@@ -253,3 +253,17 @@ def test_a_job_whose_logits_are_not_finite_fails_without_the_others():
     while generator.num_remaining_jobs():
         results += generator.iterate()
     assert [r["identifier"] for r in results if r["eos"]] == [1]
+
+
+@pytest.mark.parametrize("seed", [2**70 + 5, -(2**70) + 5, 5 - 2**32])
+def test_a_seed_counts_with_its_low_32_bits_whatever_its_size(seed):
+    def sampled(seed):
+        return make().generate("ab", 6, seed=seed, sampler=CategoricalSampler(1.5))
+
+    assert sampled(seed) == sampled(5)
+
+
+@pytest.mark.parametrize("seed", [1.5, "7", True])
+def test_a_seed_that_is_no_whole_number_is_refused(seed):
+    with pytest.raises(FormatError, match=r"seed is .*expected a whole number"):
+        Job([1], seed=seed)

@@ -43,7 +43,7 @@ def test_what_is_no_json_object_is_a_format_error_that_names_the_file(tmp_path, 
 def test_a_dtype_that_is_no_known_name_is_a_format_error(tmp_path, dtype):
     entry = f'{{"a":{{"dtype":{dtype},"shape":[0],"data_offsets":[0,0]}}}}'
     (tmp_path / "file").write_text(entry)
-    with pytest.raises(FormatError, match="tensor a: dtype .* is unknown"):
+    with pytest.raises(FormatError, match=r"tensor a: dtype .* is unknown"):
         header(tmp_path / "file")
 
 

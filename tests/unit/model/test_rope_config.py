@@ -98,3 +98,26 @@ def test_the_length_before_extension_is_found_where_files_put_it():
     assert read(rope_scaling=stated).original_max_positions == 2048
     beside = read(rope_scaling=scaling, original_max_position_embeddings=1024)
     assert beside.original_max_positions == 1024
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+
+
+@pytest.mark.parametrize(
+    ("rope", "key"),
+    [
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": 1}, "rope_theta"),
+        ({"rope_theta": float("nan")}, "rope_theta"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_type": "linear", "factor": 0}, "factor"),
+        ({"rope_type": "yarn", "factor": -1}, "factor"),
+        ({"rope_type": "yarn", "factor": 4, "beta_fast": 0}, "beta_fast"),
+        (LLAMA3 | {"high_freq_factor": 1}, "high_freq_factor"),
+        (LLAMA3 | {"low_freq_factor": -1}, "low_freq_factor"),
+    ],
+)
+def test_a_number_that_gives_no_usable_angles_is_refused(rope, key):
+    with pytest.raises(FormatError, match=rf"rope_parameters\.{key}: is .*, expected a number"):
+        read(rope_parameters=rope)
