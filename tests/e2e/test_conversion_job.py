@@ -233,6 +233,40 @@ def test_rows_spread_over_two_devices_give_the_same_structure(source, tmp_path):
     assert folder_bytes(two) == folder_bytes(again)
 
 
+def test_automatic_scales_measure_gate_and_up_projections_and_nothing_else(
+    source, tmp_path, monkeypatch
+):
+    measured = {}
+
+    def decide(policy, weight_OI, sensitivity_O):
+        assert policy == "auto"
+        measured[tuple(weight_OI.shape), sensitivity_O is not None] = sensitivity_O
+        return sensitivity_O is None
+
+    monkeypatch.setattr(pipeline, "use_output_scales", decide)
+    with ConversionJob.create(job_options(source, tmp_path, out_scales="auto")) as job:
+        result = job.run()
+    linears = {linear.key: linear for module in result.modules for linear in module.linears}
+    for key, linear in linears.items():
+        assert linear.out_scales == (not key.endswith(("gate_proj", "up_proj")))
+    assert [shape for shape, has in measured if has] == [(128, 128)]
+    assert all(s.shape == (128,) and (s >= 0).all() for (_, has), s in measured.items() if has)
+
+
+def test_three_and_a_half_bits_mix_threes_and_fours(source, tmp_path):
+    result = convert(job_options(source, tmp_path, bits=3.5))
+    rates = {
+        linear.bits
+        for module in result.modules
+        for linear in module.linears
+        if linear.key != "lm_head"
+    }
+    assert rates == {3, 4}
+    section = json.loads((result.out_dir / "config.json").read_text())["quantization_config"]
+    assert 3.0 < section["bits"] <= 3.5
+    assert section["bits"] == round(result.mean_bits, 2)
+
+
 def test_a_sharded_source_gives_the_same_bytes_as_one_file(source, tmp_path):
     config = json.loads((source / "config.json").read_text())
     sharded = write_source(tmp_path / "sharded", config, shards=3)
