@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from exllamav3.conversion import ConversionOptions
 from results_table import (
     ROOT,
+    Measured,
     Variant,
     attention_layers,
     environment,
@@ -60,9 +62,9 @@ def main() -> int:
     layers = attention_layers(arguments.model)
     variants = [
         Variant("4 bits, all split", 4.0),
-        Variant("3 bits, all split", 3.0),
         Variant("4 bits, all fused (K=4)", 4.0, [fused_row(layer, 4) for layer in layers]),
         Variant("4 bits, half fused, half q 4, k 5, v 6", 4.0, mixed_rows(layers)),
+        Variant("3 bits, all split", 3.0),
     ]
     options = ConversionOptions(
         in_dir=str(arguments.model),
@@ -74,11 +76,17 @@ def main() -> int:
         devices=(arguments.device,),
     )
     start = time.monotonic()
-    measured = measure(arguments.model, WORK, variants, options, ROWS, COLS)
-    minutes = (time.monotonic() - start) / 60
-    write_section(
-        "smollm2",
-        f"""## SmolLM2-135M-Instruct
+
+    def publish(measured: Sequence[Measured]) -> None:
+        minutes = (time.monotonic() - start) / 60
+        write_section("smollm2", section(measured, arguments, minutes))
+
+    measure(arguments.model, WORK, variants, options, ROWS, COLS, publish)
+    return 0
+
+
+def section(measured: Sequence[Measured], arguments: argparse.Namespace, minutes: float) -> str:
+    return f"""## SmolLM2-135M-Instruct
 
 Llama architecture, 30 blocks, hidden 576 (padded to 640), 9 heads and 3 key/value heads of 64; made
 by `benchmarks/smollm2.py`. **Its weights were 4-bit once** (Q4_1, then BF16), so the table compares
@@ -88,9 +96,7 @@ rows of {COLS} tokens of `examples/text/evaluation.txt`.
 
 {table(measured)}
 
-Measured on {environment(arguments.device)}; {minutes:.0f} minutes in all.""",
-    )
-    return 0
+Measured on {environment(arguments.device)}; {minutes:.0f} minutes in all."""
 
 
 if __name__ == "__main__":

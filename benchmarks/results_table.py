@@ -10,13 +10,15 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from exllamav3.conversion import ConversionJob, ConversionOptions
 from exllamav3.conversion.console import ConsoleListener
+from torch import Tensor
 
 from exllamav3 import Config, Model, Tokenizer
 from exllamav3.evaluation import Evaluation, evaluate, token_rows
@@ -78,6 +80,7 @@ def measure(
     options: ConversionOptions,
     rows: int,
     cols: int,
+    publish: Callable[[Sequence[Measured]], None],
 ) -> list[Measured]:
     """Convert and evaluate every variant; the first row of the table is the source.
 
@@ -85,11 +88,12 @@ def measure(
         work: emptied; results stay there.
         options: of every job; folders and bits are replaced.
         rows, cols: of the evaluation text.
+        publish: called with all rows so far after each variant.
     """
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     ids = token_rows(Tokenizer.from_directory(source), EVAL_TEXT.read_text(), rows, cols)
-    reference = _load(source, options.devices[0])
+    reference = Remembered(_load(source, options.devices[0]))
     measured = [Measured("source", None, _size_bytes(source), evaluate(reference, ids), None, "")]
     for number, variant in enumerate(variants):
         print(f"\n== {variant.name}", flush=True)
@@ -103,7 +107,29 @@ def measure(
         )
         print(f"KL {result.kl:.5f}  perplexity {result.perplexity:.3f}  {seconds:.0f} s")
         model.unload()
+        publish(measured)
     return measured
+
+
+class Remembered:
+    """A model whose logits are computed once per row, while they fit in memory."""
+
+    limit_bytes = 4 << 30
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._rows: dict[bytes, Tensor] = {}
+        self._size_bytes = 0
+
+    def forward(self, ids: Tensor, params: Mapping[str, Any]) -> Tensor:
+        key = ids.numpy().tobytes()
+        if key in self._rows:
+            return self._rows[key]
+        logits = self._model.forward(ids, params).cpu()
+        self._size_bytes += logits.numel() * logits.element_size()
+        if self._size_bytes <= self.limit_bytes:
+            self._rows[key] = logits
+        return logits
 
 
 def _convert(
