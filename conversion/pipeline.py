@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from exllamav3.errors import ConversionError
+from exllamav3.errors import ConversionError, FormatError
 from exllamav3.modules.linear import Linear
 from exllamav3.modules.module import DictSource, TensorSource
 from exllamav3.quant import (
@@ -241,9 +241,12 @@ class ModulePipeline:
         settings = QuantSettings(
             target.bits, target.codebook, out_scales, derive_seed(self.options.seed, target.key)
         )
-        tensor, report = quantize_linear(
-            weight_KN, hessian, settings, bias_N, progress_of(target, self.listener)
-        )
+        try:
+            tensor, report = quantize_linear(
+                weight_KN, hessian, settings, bias_N, progress_of(target, self.listener)
+            )
+        except FormatError as error:  # the quantizer does not know which matrix it was given
+            raise FormatError(f"{target.key}: {error}") from error
         made = {name: value.cpu() for name, value in tensor.to_tensors(target.key).items()}
         return made, linear_report(target, report)
 

@@ -636,3 +636,17 @@ def test_an_unpaired_surrogate_in_the_configuration_is_written_back(tmp_path):
 @pytest.mark.parametrize("device", ["cpu:3", "meta"])
 def test_a_device_that_is_not_there_is_refused(source, tmp_path, device):
     refused(job_options(source, tmp_path, devices=(device,)), "does not exist here; there are cpu")
+
+
+def test_a_weight_that_is_not_finite_is_refused_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.undo()  # the real quantizer
+    config, name = llama_config(intermediate_size=128), "model.layers.0.self_attn.q_proj"
+    source = write_source(tmp_path / "source", config)
+    tensors = random_tensors(config)
+    tensors[f"{name}.weight"][3, 5] = float("nan")
+    write_folder(source, config, tensors)
+    with (
+        ConversionJob.create(job_options(source, tmp_path)) as job,
+        pytest.raises(FormatError, match=rf"{name}: weight: 1 of .* not finite"),
+    ):
+        job.run()
