@@ -29,6 +29,8 @@ SCHEMAS = (
     "deinterleave_qg(Tensor qg, int head_dim) -> (Tensor, Tensor)",
     "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state)"
     " -> (Tensor, Tensor)",
+    "advance_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) states,"
+    " Tensor slots, Tensor is_new) -> Tensor",
     # small steps between the linears
     "rms_norm(Tensor x, Tensor scale, float eps, Tensor? gate, ScalarType out_dtype) -> Tensor",
     "norm_rotate(Tensor x, Tensor? scale, float eps, Tensor cos, Tensor sin) -> Tensor",

@@ -61,7 +61,9 @@ class FakeModel:
         batch, seq = x.shape[:2]
         conv, delta = torch.zeros(batch, 8, 2), torch.zeros(batch, 2, 4, 4)
         if ctx.cache is not None:
-            conv, delta = ctx.cache.read_recurrent(0, ctx)
+            conv = ctx.cache.read_conv(0, ctx)
+            states, slots, is_new = ctx.cache.delta_states(0, ctx)
+            delta = states[slots].masked_fill(is_new[:, None, None, None], 0)
         outputs = []
         for i in range(seq):
             real = torch.ones(batch, dtype=torch.bool)
@@ -75,7 +77,8 @@ class FakeModel:
             conv = torch.where(real[:, None, None], window[..., 1:], conv)
             outputs.append((key[..., None, :] @ delta).flatten(1))
         if ctx.cache is not None:
-            ctx.cache.write_recurrent(0, conv, delta, ctx)
+            ctx.cache.write_conv(0, conv, ctx)
+            states[slots] = delta
         return torch.stack(outputs, dim=1).tanh()
 
     def _attend(self, x, ctx):

@@ -45,8 +45,9 @@ def decoded(qkv):
     weights, biases = [], []
     for linear in qkv.linears:
         rows, columns = linear.in_features, linear.out_features
-        weights.append(exact_weight(linear.weight)[:rows, :columns])
-        bias = linear.weight.bias_N
+        weight = linear.weight.to("cpu")
+        weights.append(exact_weight(weight)[:rows, :columns])
+        bias = weight.bias_N
         biases.append(torch.zeros(columns) if bias is None else bias[:columns])
     return torch.cat(weights, 1), torch.cat(biases).double()
 

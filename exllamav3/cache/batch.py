@@ -57,15 +57,20 @@ class BoundCache:
         k_all, v_all = storage.read(at.pages_BP, at.tokens, at.first_place)
         return k_all.to(k.dtype), v_all.to(v.dtype)
 
-    def read_recurrent(self, layer: int, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Return conv and delta state; zeros for rows whose first new token is their first."""
+    def read_conv(self, layer: int, ctx: ForwardContext) -> Tensor:
+        """Return the conv state; zeros for rows whose first new token is their first."""
         storage = self._recurrent_layer(layer, ctx.positions.device)
-        return storage.read(self._slots(layer, ctx), ctx.positions[:, 0] == 0)
+        return storage.read_conv(self._slots(layer, ctx), _is_new(ctx))
 
-    def write_recurrent(self, layer: int, conv: Tensor, delta: Tensor, ctx: ForwardContext) -> None:
-        """Store both states as they are after the real tokens of this pass."""
+    def write_conv(self, layer: int, conv: Tensor, ctx: ForwardContext) -> None:
+        """Store the conv state as it is after the real tokens of this pass."""
         storage = self._recurrent_layer(layer, ctx.positions.device)
-        storage.write(self._slots(layer, ctx), conv, delta)
+        storage.write_conv(self._slots(layer, ctx), conv)
+
+    def delta_states(self, layer: int, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all delta states, the slot of each row, and whether its sequence begins."""
+        storage = self._recurrent_layer(layer, ctx.positions.device)
+        return storage.delta, self._slots(layer, ctx), _is_new(ctx)
 
     def _place(self, ctx: ForwardContext) -> Placement:
         if isinstance(self._rows, FixedBatch):
@@ -84,3 +89,11 @@ class BoundCache:
                 )
             self._slots_B = torch.tensor(slots, dtype=torch.long, device=ctx.positions.device)
         return self._slots_B
+
+
+def _is_new(ctx: ForwardContext) -> Tensor:
+    """Which rows begin with the first token of their sequence; found once a pass."""
+    is_new: Tensor | None = ctx.shared.get("is_new")
+    if is_new is None:
+        is_new = ctx.shared["is_new"] = ctx.positions[:, 0] == 0
+    return is_new

@@ -71,13 +71,21 @@ class BatchCache(Protocol):
         """
         ...
 
-    def read_recurrent(self, layer: int, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Return the conv state `(b, conv_channels, conv_kernel - 1)` in any float dtype and the
-        delta state float32 `(b, value_heads, key_dim, value_dim)`."""
+    def read_conv(self, layer: int, ctx: ForwardContext) -> Tensor:
+        """Return the conv state `(b, conv_channels, conv_kernel - 1)` in any float dtype."""
         ...
 
-    def write_recurrent(self, layer: int, conv: Tensor, delta: Tensor, ctx: ForwardContext) -> None:
-        """Store both states as they are after the real tokens of this pass (shapes as read)."""
+    def write_conv(self, layer: int, conv: Tensor, ctx: ForwardContext) -> None:
+        """Store the conv state as it is after the real tokens of this pass (shape as read)."""
+        ...
+
+    def delta_states(self, layer: int, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where the delta states are, to be advanced in place.
+
+        Returns:
+            float32 `(slots, value_heads, key_dim, value_dim)`; int64 `(b,)`, the slot of each
+            row; bool `(b,)`, True where a sequence begins and the slot holds what another left.
+        """
         ...
 
 

@@ -14,13 +14,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from exllamav3.modules.context import ForwardContext, RecurrentSpec
+from exllamav3.modules.grouped import forward_all
 from exllamav3.modules.linear import Linear
 from exllamav3.modules.module import Module, TensorSource, read_weight
 from exllamav3.modules.norm import GatedRMSNorm
-from exllamav3.ops import delta_inputs, gated_delta_rule
+from exllamav3.ops import advance_delta_rule, delta_inputs, gated_delta_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class GatedDeltaNet(Module):
         self.modules = [*self.inputs, self.out_proj, self.norm]
         self._own: dict[str, Tensor] = {}
         self._stored_dtypes: dict[str, torch.dtype] = {}
+        self._gates: Tensor | None = None  # in_proj_b and in_proj_a one above the other
 
     @property
     def cache_spec(self) -> RecurrentSpec:
@@ -134,6 +137,7 @@ class GatedDeltaNet(Module):
 
     def load_own(self, source: TensorSource) -> None:
         """Read them and hold them in float32."""
+        self._gates = None
         for name, shape in self._own_shapes().items():
             tensor, self._stored_dtypes[name] = read_weight(
                 source, f"{self.key}.{name}", shape, "gated delta net parameter"
@@ -143,6 +147,7 @@ class GatedDeltaNet(Module):
     def unload_own(self) -> None:
         """Drop them."""
         self._own.clear()
+        self._gates = None
 
     def get_tensors(self) -> dict[str, Tensor]:
         """Them in the dtype they came in."""
@@ -156,10 +161,11 @@ class GatedDeltaNet(Module):
             b and a `(b, s, value_heads)`.
         """
         g = self.geometry
-        projected = [linear.forward(x, ctx) for linear in self.inputs]
         if not g.grouped:
-            qkv, z, b, a = projected
+            qkv, z = forward_all(self.inputs[:2], x, ctx)
+            b, a = self._project_gates(x, ctx)
             return qkv, z.unflatten(-1, (g.value_heads, g.value_dim)), b, a
+        projected = [linear.forward(x, ctx) for linear in self.inputs]
         per_key = g.value_heads // g.key_heads
         qkvz, ba = (t.unflatten(-1, (g.key_heads, -1)) for t in projected)
         widths = [g.key_dim, g.key_dim, per_key * g.value_dim, per_key * g.value_dim]
@@ -168,20 +174,28 @@ class GatedDeltaNet(Module):
         qkv = torch.cat([t.flatten(-2) for t in (q, k, v)], dim=-1)
         return qkv, z.reshape(*z.shape[:2], -1, g.value_dim), b.flatten(-2), a.flatten(-2)
 
+    def _project_gates(self, x: Tensor, ctx: ForwardContext) -> list[Tensor]:
+        """b and a; on a GPU one product, because two are twice the launches and no less work."""
+        pair = self.inputs[2:]
+        weights = [linear.weight for linear in pair if isinstance(linear.weight, Tensor)]
+        if not x.is_cuda or len(weights) != 2:
+            return [linear.forward(x, ctx) for linear in pair]
+        if self._gates is None:
+            self._gates = torch.cat(weights)
+        return list(F.linear(x, self._gates).chunk(2, dim=-1))
+
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`(b, s, hidden)` activations to float32 `(b, s, hidden)`."""
         geometry = self.geometry
         qkv, z, b, a = self._project(x, ctx)
         if ctx.cache is None:
-            batch, channels = x.shape[0], geometry.conv_channels
-            heads = (geometry.value_heads, geometry.key_dim, geometry.value_dim)
-            conv = x.new_zeros(batch, channels, geometry.conv_kernel - 1, dtype=torch.float32)
-            delta = x.new_zeros(batch, *heads, dtype=torch.float32)
+            kept = (geometry.conv_channels, geometry.conv_kernel - 1)
+            conv = x.new_zeros(x.shape[0], *kept, dtype=torch.float32)
         else:
-            conv, delta = ctx.cache.read_recurrent(self.layer, ctx)
+            conv = ctx.cache.read_conv(self.layer, ctx).float()
         q, k, v, g, beta, conv = delta_inputs(
             qkv,
-            conv.float(),
+            conv,
             self._own["conv1d.weight"],
             a,
             b,
@@ -191,7 +205,12 @@ class GatedDeltaNet(Module):
             geometry.key_heads,
             geometry.key_dim,
         )
-        o, delta = gated_delta_rule(q, k, v, g, beta, delta)
-        if ctx.cache is not None:
-            ctx.cache.write_recurrent(self.layer, conv, delta, ctx)
+        if ctx.cache is None:
+            sizes = (geometry.value_heads, geometry.key_dim, geometry.value_dim)
+            o, _ = gated_delta_rule(
+                q, k, v, g, beta, x.new_zeros(x.shape[0], *sizes, dtype=torch.float32)
+            )
+        else:
+            ctx.cache.write_conv(self.layer, conv, ctx)
+            o = advance_delta_rule(q, k, v, g, beta, *ctx.cache.delta_states(self.layer, ctx))
         return self.out_proj.forward(self.norm.gated(o, z).flatten(-2), ctx)

@@ -10,9 +10,7 @@ from exllamav3.codec.tensor import Exl3Tensor
 from exllamav3.modules.context import ForwardContext
 from exllamav3.modules.linear import Linear
 from exllamav3.ops import exl3_linear_group
-
-PACKED_ROWS = 64
-"""Up to this many rows an EXL3 linear is one launch; above, there is nothing to share."""
+from exllamav3.ops.matrix_product import PACKED_ROWS
 
 
 def can_group(linears: Sequence[Linear], x: Tensor, ctx: ForwardContext) -> bool:
@@ -45,3 +43,10 @@ def forward_grouped(linears: Sequence[Linear], x: Tensor) -> list[Tensor]:
         first.out_dtype or first.dtype,
     )
     return [y[..., : linear.out_features] for y, linear in zip(results, linears, strict=True)]
+
+
+def forward_all(linears: Sequence[Linear], x: Tensor, ctx: ForwardContext) -> list[Tensor]:
+    """Apply linears to one input, in one launch where that serves."""
+    if len(linears) > 1 and can_group(linears, x, ctx):
+        return forward_grouped(linears, x)
+    return [linear.forward(x, ctx) for linear in linears]

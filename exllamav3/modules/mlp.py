@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from exllamav3.modules.context import ForwardContext
+from exllamav3.modules.grouped import forward_all
 from exllamav3.modules.linear import Linear, LinearKind
 from exllamav3.modules.module import Module
 from exllamav3.ops import gate_mul
@@ -52,6 +53,5 @@ class GatedMlp(Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`(b, s, hidden)` to float32 `(b, s, hidden)`."""
-        up = self.up_proj.forward(x, ctx)
-        gate = self.gate_proj.forward(x, ctx)
+        up, gate = forward_all((self.up_proj, self.gate_proj), x, ctx)
         return self.down_proj.forward(gate_mul(gate, up, silu=True), ctx)

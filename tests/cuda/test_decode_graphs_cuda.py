@@ -64,10 +64,10 @@ def test_a_generator_replays_graphs_and_gives_the_tokens_of_eager_steps(parts):
 def steps(parts, capture, count=6):
     """Logits of some steps of three sequences, and the object that made them."""
     model, bits = parts
-    cache = Cache(model, 2048, **bits)
+    cache = Cache(model, 4096, **bits)
     sequences = [cache.new_sequence(600) for _ in range(3)]
     for row, sequence in enumerate(sequences):
-        prompt = torch.arange(2, 10 + 90 * row)[None] % 120
+        prompt = torch.arange(2, 10 + 123 * row)[None] % 120  # 8, 131 and 254 tokens
         model.forward(prompt, {"cache": cache, "sequences": [sequence]})
         sequence.length = prompt.shape[1]
     graphs = DecodeGraphs(model, cache, "cuda", capture)
@@ -88,7 +88,7 @@ def test_replayed_steps_are_uncaptured_ones_bit_for_bit(parts):
 
 
 def test_a_replayed_step_neither_waits_nor_allocates(parts):
-    _, graphs, sequences = steps(parts, capture=True, count=2)
+    _, graphs, sequences = steps(parts, capture=True, count=4)  # into the second page
     ids = torch.tensor([[1], [2], [3]])
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -5,6 +5,7 @@ import torch
 from samples import random_delta_inputs, relative_error
 
 from exllamav3 import ops
+from exllamav3.errors import FormatError
 from exllamav3.ops.reference.delta_rule import gated_delta_rule as reference
 
 
@@ -65,3 +66,28 @@ def test_result_does_not_depend_on_the_number_of_threads():
     two = ops.gated_delta_rule(*inputs)
     assert torch.equal(one[0], two[0])
     assert torch.equal(one[1], two[1])
+
+
+def test_states_kept_elsewhere_are_advanced_in_place(device):
+    inputs = [t.to(device) for t in random_delta_inputs(batch=3)]
+    states = torch.full((6, 4, 32, 48), torch.nan, device=device)
+    slots, is_new = torch.tensor([4, 0, 3], device=device), torch.tensor([False, True, False])
+    states[slots] = inputs[5]
+    states[0] = torch.nan  # what an earlier sequence left
+    inputs[5][1] = 0
+    expected_out, expected = ops.gated_delta_rule(*inputs)
+    out = ops.advance_delta_rule(*inputs[:5], states, slots, is_new.to(device))
+    assert torch.equal(out, expected_out)
+    assert torch.equal(states[slots], expected)
+    assert states[[1, 2, 5]].isnan().all()
+
+
+def test_states_elsewhere_are_checked():
+    inputs = random_delta_inputs()
+    states, slots = torch.zeros(4, 4, 32, 48), torch.tensor([0, 1])
+    with pytest.raises(FormatError, match="is_new has shape"):
+        ops.advance_delta_rule(*inputs[:5], states, slots, torch.zeros(3, dtype=torch.bool))
+    with pytest.raises(FormatError, match="expected contiguous"):
+        ops.advance_delta_rule(
+            *inputs[:5], states.transpose(0, 1), slots, torch.zeros(2, dtype=torch.bool)
+        )

@@ -31,6 +31,10 @@ CASES = {
     ),
     "deinterleave_qg": (torch.randn(2, 3, 64).half(), 8),
     "gated_delta_rule": tuple(random_delta_inputs()),
+    "advance_delta_rule": (
+        *random_delta_inputs()[:5], torch.rand(5, 4, 32, 48), torch.tensor([3, 1]),
+        torch.tensor([False, True]),
+    ),
     "rms_norm": (X, X[0], 1e-6, X, torch.float16),
     "norm_rotate": (X.view(1, 3, 2, 128), X[0, :128], 1e-6, *X[None, :, None, :96].split(48, -1)),
     "gate_mul": (X, X, True),
@@ -39,7 +43,7 @@ CASES = {
         X[0, :2], X[1, :2], None, 2, 48,
     ),
 }  # fmt: skip
-TORCH_ONLY = {"rms_norm", "norm_rotate", "gate_mul", "delta_inputs"}
+TORCH_ONLY = {"advance_delta_rule", "rms_norm", "norm_rotate", "gate_mul", "delta_inputs"}
 """Fused on a GPU, where launches cost; on the CPU torch is as good."""
 
 

@@ -33,6 +33,10 @@ class Arguments {
         check_dtype(t, ScalarType::Long, name);
         return static_cast<const int64_t*>(data(t, count, name));
     }
+    const bool* bools(const Tensor& t, int64_t count, const char* name) {
+        check_dtype(t, ScalarType::Bool, name);
+        return static_cast<const bool*>(data(t, count, name));
+    }
     static run::MutableArray result(Tensor& t) {
         return {t.mutable_data_ptr(), type_of(t.scalar_type(), "output")};
     }
@@ -174,34 +178,65 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> delta_inputs(
     return {q, k, v, g, beta, next};
 }
 
-std::tuple<Tensor, Tensor> gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v,
-                                            const Tensor& g, const Tensor& beta, const Tensor& state) {
+// Everything but the states.
+run::DeltaRuleJob delta_rule_job(Arguments& args, const Tensor& q, const Tensor& k, const Tensor& v,
+                                 const Tensor& g, const Tensor& beta, Tensor& out) {
     check_dim(q, 4, "q");
     check_dim(v, 4, "v");
     const int64_t batch = q.size(0), tokens = q.size(1), key_heads = q.size(2), key_dim = q.size(3);
     const int64_t value_heads = v.size(2), value_dim = v.size(3), gates = batch * tokens * value_heads;
-    STD_TORCH_CHECK(key_heads > 0 && value_heads % key_heads == 0 && key_dim <= run::kMaxKeyDim,
+    STD_TORCH_CHECK(key_heads > 0 && value_heads > 0 && value_heads % key_heads == 0 &&
+                        key_dim <= run::kMaxKeyDim,
                     "gated_delta_rule: ", key_heads, " key heads of ", key_dim, " (at most ",
                     run::kMaxKeyDim, "), ", value_heads, " value heads");
-    const CudaScope scope(q);
-    Arguments args(q);
-    Tensor out = empty(shape_of(v), v.scalar_type(), v);
-    Tensor new_state = empty({batch, value_heads, key_dim, value_dim}, ScalarType::Float, q);
     run::DeltaRuleJob job{};
     job.q = args.array(q, q.numel(), "q");
     job.k = args.array(k, q.numel(), "k");
     job.v = args.array(v, gates * value_dim, "v");
     job.g = args.floats(g, gates, "g");
     job.beta = args.floats(beta, gates, "beta");
-    job.state = args.floats(state, new_state.numel(), "state");
     job.out = Arguments::result(out);
-    job.new_state = static_cast<float*>(new_state.mutable_data_ptr());
-    job.batch = checked_int(batch * value_heads, "heads") / std::max<int>(1, int(value_heads));
-    job.tokens = checked_int(tokens, "tokens");
+    checked_int(batch * value_heads, "heads");
+    job.batch = int(batch), job.tokens = checked_int(tokens, "tokens");
     job.key_heads = int(key_heads), job.key_dim = int(key_dim);
     job.value_heads = int(value_heads), job.value_dim = checked_int(value_dim, "value_dim");
+    return job;
+}
+
+std::tuple<Tensor, Tensor> gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v,
+                                            const Tensor& g, const Tensor& beta, const Tensor& state) {
+    const CudaScope scope(q);
+    Arguments args(q);
+    Tensor out = empty(shape_of(v), v.scalar_type(), v);
+    run::DeltaRuleJob job = delta_rule_job(args, q, k, v, g, beta, out);
+    Tensor new_state =
+        empty({q.size(0), v.size(2), q.size(3), v.size(3)}, ScalarType::Float, q);
+    job.state = args.floats(state, new_state.numel(), "state");
+    job.new_state = static_cast<float*>(new_state.mutable_data_ptr());
     if (new_state.numel() > 0) EXL3_CUDA_CHECK(run::delta_rule(job, scope.stream));
     return {out, new_state};
+}
+
+Tensor advance_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                          const Tensor& beta, Tensor states, const Tensor& slots,
+                          const Tensor& is_new) {
+    const CudaScope scope(q);
+    Arguments args(q);
+    Tensor out = empty(shape_of(v), v.scalar_type(), v);
+    run::DeltaRuleJob job = delta_rule_job(args, q, k, v, g, beta, out);
+    check_dim(states, 4, "states");
+    check_dtype(states, ScalarType::Float, "states");
+    STD_TORCH_CHECK(states.is_contiguous() && states.is_cuda() &&
+                        states.get_device_index() == q.get_device_index() &&
+                        states.size(1) == v.size(2) && states.size(2) == q.size(3) &&
+                        states.size(3) == v.size(3),
+                    "states must be contiguous (slots, v heads, dk, dv) on the device of q");
+    job.new_state = static_cast<float*>(states.mutable_data_ptr());
+    job.state = job.new_state;
+    job.slots = args.longs(slots, q.size(0), "slots");
+    job.is_new = args.bools(is_new, q.size(0), "is_new");
+    if (q.size(0) > 0) EXL3_CUDA_CHECK(run::delta_rule(job, scope.stream));
+    return out;
 }
 
 }  // namespace
@@ -213,4 +248,5 @@ STABLE_TORCH_LIBRARY_IMPL(exllamav3, CUDA, m) {
     m.impl("gate_mul", TORCH_BOX(&exl3::gate_mul));
     m.impl("delta_inputs", TORCH_BOX(&exl3::delta_inputs));
     m.impl("gated_delta_rule", TORCH_BOX(&exl3::gated_delta_rule));
+    m.impl("advance_delta_rule", TORCH_BOX(&exl3::advance_delta_rule));
 }

@@ -28,13 +28,15 @@ __global__ void __launch_bounds__(kThreads) delta_rule_kernel(DeltaRuleJob job) 
     const int head = blockIdx.x % job.value_heads;
     const int64_t row = blockIdx.x / job.value_heads;
     const int key_head = head / (job.value_heads / job.key_heads);
-    const int64_t matrix = (row * job.value_heads + head) * job.key_dim * job.value_dim + column;
+    const int64_t slot = job.slots == nullptr ? row : job.slots[row];
+    const int64_t matrix = (slot * job.value_heads + head) * job.key_dim * job.value_dim + column;
+    const bool has_past = has_column && !(job.is_new != nullptr && job.is_new[row]);
 
     float state[Rows];
 #pragma unroll
     for (int i = 0; i < Rows; ++i) {
         const int r = i * kSplit + part;
-        state[i] = has_column && r < job.key_dim ? job.state[matrix + int64_t(r) * job.value_dim] : 0.f;
+        state[i] = has_past && r < job.key_dim ? job.state[matrix + int64_t(r) * job.value_dim] : 0.f;
     }
     for (int i = thread; i < 2 * kSplit * Rows; i += kThreads) (&keys[0][0])[i] = (&queries[0][0])[i] = 0.f;
 

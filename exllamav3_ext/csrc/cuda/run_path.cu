@@ -10,22 +10,43 @@
 namespace exl3::run {
 namespace {
 
-// One block a row.
+// One block a row, `Held` elements a thread, or any number if `Held` is 0. Held elements and their
+// scales are fetched together: a lone row is all latency, and the scales come from memory.
+template <int Held>
 __global__ void rms_norm_kernel(NormJob job) {
     const int64_t first = int64_t(blockIdx.x) * job.size;
-    float squares = 0.f;
-    for (int i = threadIdx.x; i < job.size; i += blockDim.x) {
-        const float x = load(job.x, first + i);
-        squares += x * x;
+    float x[Held + 1], scale[Held + 1], squares = 0.f;
+#pragma unroll
+    for (int j = 0; j < Held; ++j) {
+        const int i = threadIdx.x + j * blockDim.x;
+        x[j] = i < job.size ? load(job.x, first + i) : 0.f;
+        scale[j] = i < job.size ? job.scale[i] : 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < Held; ++j) squares += x[j] * x[j];
+    if (Held == 0) {
+        for (int i = threadIdx.x; i < job.size; i += blockDim.x) {
+            const float value = load(job.x, first + i);
+            squares += value * value;
+        }
     }
     const float inverse = rsqrtf(block_sum(squares) / job.size + job.eps);
-    for (int i = threadIdx.x; i < job.size; i += blockDim.x) {
-        float y = load(job.x, first + i) * inverse * job.scale[i];
+    auto finish = [&](int i, float value, float scale) {
+        float y = value * inverse * scale;
         if (job.gate.data != nullptr) {
             const float gate = load(job.gate, first + i);
             y *= gate * sigmoid(gate);
         }
         store(job.out, first + i, y);
+    };
+#pragma unroll
+    for (int j = 0; j < Held; ++j) {
+        const int i = threadIdx.x + j * blockDim.x;
+        if (i < job.size) finish(i, x[j], scale[j]);
+    }
+    if (Held == 0) {
+        for (int i = threadIdx.x; i < job.size; i += blockDim.x)
+            finish(i, load(job.x, first + i), job.scale[i]);
     }
 }
 
@@ -134,8 +155,14 @@ int threads_for(int size) { return std::clamp((size + 31) / 32 * 32, 32, 128); }
 }  // namespace
 
 cudaError_t rms_norm(const NormJob& job, cudaStream_t stream) {
-    const int threads = job.size <= 512 ? threads_for(job.size) : 1024;
-    rms_norm_kernel<<<unsigned(job.rows), threads, 0, stream>>>(job);
+    const unsigned rows = unsigned(job.rows);
+    if (job.size <= 4 * 128) {
+        rms_norm_kernel<4><<<rows, threads_for(job.size), 0, stream>>>(job);
+    } else if (job.size <= 8 * 1024) {
+        rms_norm_kernel<8><<<rows, 1024, 0, stream>>>(job);
+    } else {
+        rms_norm_kernel<0><<<rows, 1024, 0, stream>>>(job);
+    }
     return cudaGetLastError();
 }
 

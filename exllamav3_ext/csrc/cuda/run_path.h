@@ -68,9 +68,12 @@ cudaError_t delta_inputs(const DeltaInputsJob& job, cudaStream_t stream);
 
 struct DeltaRuleJob {
     Array q, k, v;
-    const float *g, *beta, *state;
+    const float *g, *beta;
+    const float* state;
+    float* new_state;      // may be `state`
+    const int64_t* slots;  // which of the states is a row's, or null for its own number
+    const bool* is_new;    // rows that begin with zeros, or null for none
     MutableArray out;
-    float* new_state;
     int batch, tokens, key_heads, key_dim, value_heads, value_dim;
 };
 inline constexpr int kMaxKeyDim = 256;

@@ -64,11 +64,15 @@ class States:
         self.conv = torch.zeros(batch, SPLIT.conv_channels, 3)
         self.delta = torch.zeros(batch, 6, 8, 16)
 
-    def read_recurrent(self, layer, ctx):
-        return self.conv, self.delta
+    def read_conv(self, layer, ctx):
+        return self.conv
 
-    def write_recurrent(self, layer, conv, delta, ctx):
-        self.conv, self.delta = conv, delta
+    def write_conv(self, layer, conv, ctx):
+        self.conv = conv
+
+    def delta_states(self, layer, ctx):
+        rows = torch.arange(len(self.delta))
+        return self.delta, rows, torch.zeros(len(rows), dtype=torch.bool)
 
 
 def context(batch, seq, states, lengths=None):
