@@ -8,10 +8,9 @@ namespace exl3 {
 namespace {
 
 run::Type type_of(ScalarType dtype, const char* name) {
-    STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::Float ||
-                        dtype == ScalarType::BFloat16,
-                    name, " must be float16, float32 or bfloat16, got ",
-                    torch::headeronly::toString(dtype));
+    STD_TORCH_CHECK(
+        dtype == ScalarType::Half || dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
+        name, " must be float16, float32 or bfloat16, got ", torch::headeronly::toString(dtype));
     return dtype == ScalarType::Half    ? run::Type::kHalf
            : dtype == ScalarType::Float ? run::Type::kFloat
                                         : run::Type::kBFloat16;
@@ -45,7 +44,8 @@ class Arguments {
     const void* data(const Tensor& t, int64_t count, const char* name) {
         STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == like_.get_device_index(), name,
                         " must be on the device of the first argument");
-        STD_TORCH_CHECK(t.numel() == count, name, " must have ", count, " elements, got ", t.numel());
+        STD_TORCH_CHECK(t.numel() == count, name, " must have ", count, " elements, got ",
+                        t.numel());
         kept_.push_back(torch::stable::contiguous(t));
         return kept_.back().const_data_ptr();
     }
@@ -61,8 +61,8 @@ int checked_int(int64_t value, const char* name) {
 
 // Batch and tokens are the z and y of a grid.
 void check_grid(int64_t batch, int64_t tokens) {
-    STD_TORCH_CHECK(batch < 65536 && tokens < 65536, "at most 65535 rows of 65535 tokens, got ", batch,
-                    " of ", tokens);
+    STD_TORCH_CHECK(batch < 65536 && tokens < 65536, "at most 65535 rows of 65535 tokens, got ",
+                    batch, " of ", tokens);
 }
 
 std::vector<int64_t> shape_of(const Tensor& t) { return {t.sizes().begin(), t.sizes().end()}; }
@@ -154,7 +154,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> delta_inputs(
     const CudaScope scope(qkv);
     Arguments args(qkv);
     auto floats = [&](std::vector<int64_t> shape) { return empty(shape, ScalarType::Float, qkv); };
-    Tensor q = floats({batch, tokens, key_heads, key_dim}), k = floats({batch, tokens, key_heads, key_dim});
+    Tensor q = floats({batch, tokens, key_heads, key_dim}),
+           k = floats({batch, tokens, key_heads, key_dim});
     Tensor v = floats({batch, tokens, value_heads, value_dim});
     Tensor g = floats({batch, tokens, value_heads}), beta = floats({batch, tokens, value_heads});
     Tensor next = floats({batch, channels, taps - 1});
@@ -184,7 +185,8 @@ run::DeltaRuleJob delta_rule_job(Arguments& args, const Tensor& q, const Tensor&
     check_dim(q, 4, "q");
     check_dim(v, 4, "v");
     const int64_t batch = q.size(0), tokens = q.size(1), key_heads = q.size(2), key_dim = q.size(3);
-    const int64_t value_heads = v.size(2), value_dim = v.size(3), gates = batch * tokens * value_heads;
+    const int64_t value_heads = v.size(2), value_dim = v.size(3),
+                  gates = batch * tokens * value_heads;
     STD_TORCH_CHECK(key_heads > 0 && value_heads > 0 && value_heads % key_heads == 0 &&
                         key_dim <= run::kMaxKeyDim,
                     "gated_delta_rule: ", key_heads, " key heads of ", key_dim, " (at most ",
@@ -204,13 +206,13 @@ run::DeltaRuleJob delta_rule_job(Arguments& args, const Tensor& q, const Tensor&
 }
 
 std::tuple<Tensor, Tensor> gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v,
-                                            const Tensor& g, const Tensor& beta, const Tensor& state) {
+                                            const Tensor& g, const Tensor& beta,
+                                            const Tensor& state) {
     const CudaScope scope(q);
     Arguments args(q);
     Tensor out = empty(shape_of(v), v.scalar_type(), v);
     run::DeltaRuleJob job = delta_rule_job(args, q, k, v, g, beta, out);
-    Tensor new_state =
-        empty({q.size(0), v.size(2), q.size(3), v.size(3)}, ScalarType::Float, q);
+    Tensor new_state = empty({q.size(0), v.size(2), q.size(3), v.size(3)}, ScalarType::Float, q);
     job.state = args.floats(state, new_state.numel(), "state");
     job.new_state = static_cast<float*>(new_state.mutable_data_ptr());
     if (new_state.numel() > 0) EXL3_CUDA_CHECK(run::delta_rule(job, scope.stream));

@@ -36,11 +36,14 @@ __global__ void __launch_bounds__(kThreads) delta_rule_kernel(DeltaRuleJob job) 
 #pragma unroll
     for (int i = 0; i < Rows; ++i) {
         const int r = i * kSplit + part;
-        state[i] = has_past && r < job.key_dim ? job.state[matrix + int64_t(r) * job.value_dim] : 0.f;
+        state[i] =
+            has_past && r < job.key_dim ? job.state[matrix + int64_t(r) * job.value_dim] : 0.f;
     }
-    for (int i = thread; i < 2 * kSplit * Rows; i += kThreads) (&keys[0][0])[i] = (&queries[0][0])[i] = 0.f;
+    for (int i = thread; i < 2 * kSplit * Rows; i += kThreads)
+        (&keys[0][0])[i] = (&queries[0][0])[i] = 0.f;
 
-    float next_key[kFetches], next_query[kFetches], next_value = 0.f, next_decay = 0.f, next_beta = 0.f;
+    float next_key[kFetches], next_query[kFetches], next_value = 0.f, next_decay = 0.f,
+                                                    next_beta = 0.f;
     auto fetch = [&](int token) {
         const int64_t place = row * job.tokens + token;
         const int64_t key = (place * job.key_heads + key_head) * job.key_dim;
@@ -48,7 +51,8 @@ __global__ void __launch_bounds__(kThreads) delta_rule_kernel(DeltaRuleJob job) 
 #pragma unroll
         for (int j = 0; j < kFetches; ++j) {
             const int i = thread + j * kThreads;
-            if (i < job.key_dim) next_key[j] = load(job.k, key + i), next_query[j] = load(job.q, key + i);
+            if (i < job.key_dim)
+                next_key[j] = load(job.k, key + i), next_query[j] = load(job.q, key + i);
         }
         if (has_column) next_value = load(job.v, value * job.value_dim + column);
         next_decay = job.g[value];
@@ -95,7 +99,8 @@ __global__ void __launch_bounds__(kThreads) delta_rule_kernel(DeltaRuleJob job) 
 #pragma unroll
     for (int i = 0; i < Rows; ++i) {
         const int r = i * kSplit + part;
-        if (has_column && r < job.key_dim) job.new_state[matrix + int64_t(r) * job.value_dim] = state[i];
+        if (has_column && r < job.key_dim)
+            job.new_state[matrix + int64_t(r) * job.value_dim] = state[i];
     }
 }
 

@@ -54,8 +54,7 @@ __global__ void rms_norm_kernel(NormJob job) {
 __global__ void norm_rotate_kernel(RotateJob job) {
     extern __shared__ float lanes[];
     const int head = blockIdx.x, token = blockIdx.y, row = blockIdx.z;
-    const int64_t from =
-        row * job.batch_stride + token * job.token_stride + head * job.head_stride;
+    const int64_t from = row * job.batch_stride + token * job.token_stride + head * job.head_stride;
     const int64_t place = int64_t(row) * job.tokens + token;
     const int64_t to = (place * job.heads + head) * job.head_dim;
     float squares = 0.f;
@@ -105,9 +104,8 @@ __global__ void delta_inputs_kernel(DeltaInputsJob job) {
     const int64_t place = int64_t(row) * job.tokens + token;
     // Input of a channel at a time of this pass; negative times are the columns kept from before.
     auto input = [&](int channel, int time) {
-        return time < 0
-                   ? job.past[(int64_t(row) * channels + channel) * kept + kept + time]
-                   : load(job.qkv, (int64_t(row) * job.tokens + time) * channels + channel);
+        return time < 0 ? job.past[(int64_t(row) * channels + channel) * kept + kept + time]
+                        : load(job.qkv, (int64_t(row) * job.tokens + time) * channels + channel);
     };
 
     float squares = 0.f;
