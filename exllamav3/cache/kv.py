@@ -82,4 +82,6 @@ def read_rows(storage_T: Tensor, pages_BP: Tensor, tokens: int, first_place: int
     """Read paged storage `(places, ...)`: `(b, tokens, ...)`, see `KvLayer.read`."""
     if first_place is not None:
         return storage_T[first_place : first_place + tokens].unsqueeze(0)
-    return storage_T.unflatten(0, (-1, PAGE_SIZE))[pages_BP].flatten(1, 2)[:, :tokens]
+    # One contiguous index lets torch copy whole pages; with a strided table it gathers elements.
+    pages = storage_T.unflatten(0, (-1, PAGE_SIZE))[pages_BP.flatten()]
+    return pages.unflatten(0, pages_BP.shape).flatten(1, 2)[:, :tokens]

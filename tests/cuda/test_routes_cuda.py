@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from exllamav3.modules.context import ForwardContext
 from exllamav3.modules.qkv import QkvGeometry
+from exllamav3.ops.matrix_product import PACKED_ROWS
 
 pytestmark = pytest.mark.cuda
 
@@ -57,7 +58,8 @@ def test_launches_of_a_block_in_decode(rows, fused, route, launches):
 
 def test_more_rows_than_one_launch_takes_go_the_way_of_three_linears():
     qkv = projection(GATED, fused=False)
-    qkv.project(activations(65, GATED), ForwardContext.uncached(65, 1, "cuda"))
+    rows = PACKED_ROWS + 1
+    qkv.project(activations(rows, GATED), ForwardContext.uncached(rows, 1, "cuda"))
     assert qkv.routes == {"split": 1}
 
 

@@ -3,10 +3,10 @@
 //
 //     S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
 //
-// The columns of S are independent. A block of 128 threads owns 32 columns of one head: lane l of a
-// warp holds, of column l / 4, the rows l % 4, l % 4 + 4, ..., in registers for the whole pass. Sums
-// over rows are register sums and two shuffles. q and k of a token go through shared memory (two
-// buffers, so one barrier a token suffices) and are fetched a token ahead.
+// The columns of S are independent. A block of 128 threads owns 32 columns of one head: lane l of
+// a warp holds, of column l / 4, the rows l % 4, l % 4 + 4, ..., in registers for the whole pass.
+// Sums over rows are register sums and two shuffles. q and k of a token go through shared memory
+// (two buffers, so one barrier a token suffices) and are fetched a token ahead.
 //
 // Decode reads and writes each state once, and that is its cost (6 MB for 48 heads of 128 x 128).
 // A long prompt is bound by the latency of the token loop.
