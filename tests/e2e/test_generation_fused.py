@@ -57,8 +57,8 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_batched_generation_through_fused_and_split_blocks_equals_uncached_passes(folder):
-    model = load_model(folder)
+def test_batched_generation_through_fused_and_split_blocks_equals_uncached_passes(folder, device):
+    model = load_model(folder, device)
     generator = Generator(
         model, Cache(model, max_num_tokens=2048), byte_tokenizer(), max_chunk_size=100
     )
@@ -69,12 +69,18 @@ def test_batched_generation_through_fused_and_split_blocks_equals_uncached_passe
         for index, prompt in enumerate(prompts)
     ]
     tokens, _ = run_jobs(generator, jobs)
-    passes = {route: sum(r[route] for r in model.routes().values()) for route in ("fused", "split")}
-    assert passes["fused"] == passes["split"] > 0
-    assert model.routes()[LAYERS[0]]["split"] == model.routes()[LAYERS[1]]["fused"] == 0
+    fused, split = (model.routes()[layer] for layer in LAYERS)
+    assert set(fused) == {"fused"}
+    assert set(split) == {"split" if device == "cpu" else "grouped"}
+    assert sum(fused.values()) == sum(split.values()) > 0
     for index, prompt in enumerate(prompts):
         logits = model.forward(torch.tensor([prompt + tokens[index]]), {})[0]
-        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens[index]
+        logits = logits[len(prompt) - 1 : -1].cpu()
+        chosen = logits.gather(1, torch.tensor(tokens[index])[:, None])[:, 0]
+        # Float16 activations: sums in another order may swap two likeliest tokens that are equal
+        # but for rounding.
+        tolerance = 0 if device == "cpu" else 0.02 * float(logits.std())
+        assert float((logits.max(-1).values - chosen).max()) <= tolerance
 
 
 def test_inspection_shows_the_declared_topology(folder, capsys):
