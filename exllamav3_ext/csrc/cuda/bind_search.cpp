@@ -1,5 +1,7 @@
 // Operator `quantize_tiles` on a CUDA device: checks, outputs, workspace, chunks.
 
+#include <algorithm>
+
 #include "../format.h"
 #include "stream.h"
 #include "viterbi.h"
