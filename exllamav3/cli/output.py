@@ -16,7 +16,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int 
 
     In a pipe: columns separated by two spaces, never cut or wrapped.
     """
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():  # None: it was closed by the shell
         table = Table(box=None, pad_edge=False)
         for index, title in enumerate(header):
             table.add_column(title, justify="left" if index < left else "right", overflow="fold")

@@ -82,6 +82,12 @@ class Exl3Tensor:
         ):
             object.__setattr__(weight, name, value)
         check_exl3_tensor(key, weight)
+        for name, scales in (("suh", weight.suh_K), ("svh", weight.svh_N), ("bias", bias)):
+            if scales is not None and not bool(scales.isfinite().all()):
+                raise FormatError(
+                    f"{key}.{name}: holds values that are not finite, every product would be NaN; "
+                    f"the file is damaged: convert the model again or fetch a good copy"
+                )
         return weight
 
     def to_tensors(self, key: str) -> dict[str, Tensor]:

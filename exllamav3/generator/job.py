@@ -87,8 +87,15 @@ class Job:
         decode_special_tokens: bool = False,
     ) -> None:
         self.prompt_ids = _prompt_ids(input_ids)
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise FormatError(f"Job: max_new_tokens is {max_new_tokens}, expected at least 1")
+        if max_new_tokens is not None and not _is_count(max_new_tokens, 1):
+            raise FormatError(
+                f"Job: max_new_tokens is {max_new_tokens!r}, expected a whole number of at least 1"
+            )
+        if not _is_count(min_new_tokens, 0) or min_new_tokens > (max_new_tokens or min_new_tokens):
+            raise FormatError(
+                f"Job: min_new_tokens is {min_new_tokens!r}, expected a whole number from 0 to "
+                f"max_new_tokens ({max_new_tokens})"
+            )
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
             raise FormatError(f"Job: seed is {seed!r}, expected a whole number or None")
         self.max_new_tokens = max_new_tokens
@@ -100,6 +107,10 @@ class Job:
         self.identifier = identifier
         self.decode_special_tokens = decode_special_tokens
         self.serial: int | None = None
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _prompt_ids(input_ids: Tensor | Sequence[int]) -> list[int]:

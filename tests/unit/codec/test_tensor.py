@@ -148,6 +148,9 @@ def test_a_marker_of_another_form_selects_the_codebook_unchecked(marker):
         ({"trellis": torch.zeros(16, 24, 24, dtype=torch.int16), "mul1": None}, "mul1 only"),
         ({"suh": None, "su": torch.zeros(16)}, r"su: dtype is torch\.float32"),
         ({"suh": None, "su": torch.zeros(15, dtype=torch.int16)}, r"suh: shape is \(240,\)"),
+        ({"suh": torch.full((256,), torch.nan).half()}, r"q_proj\.suh: holds values that are not"),
+        ({"svh": torch.full((384,), torch.inf).half()}, r"q_proj\.svh: holds values that are not"),
+        ({"bias": torch.full((384,), torch.nan).half()}, r"q_proj\.bias: holds values that are"),
     ],
 )
 def test_damaged_tensors_are_refused_by_name(change, message):

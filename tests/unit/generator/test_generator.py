@@ -216,6 +216,9 @@ def test_sequences_that_can_never_fit_are_refused_when_enqueued(prompt, new, lim
         ({"input_ids": torch.zeros(2, 3, dtype=torch.long)}, "one job for each prompt"),
         ({"input_ids": torch.zeros(3)}, "expected int64"),
         ({"input_ids": [1], "max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"input_ids": [1], "max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
+        ({"input_ids": [1], "min_new_tokens": -1}, "min_new_tokens is -1"),
+        ({"input_ids": [1], "max_new_tokens": 2, "min_new_tokens": 3}, "min_new_tokens is 3"),
         ({"input_ids": [1], "stop_conditions": [None]}, r"stop_conditions\[0\]"),
     ],
 )
