@@ -3,8 +3,8 @@
 
     python benchmarks/results_smollm2.py MODEL_DIR [--device cuda:0]
 
-MODEL_DIR is what `benchmarks/smollm2.py` makes. Writes the section "smollm2" of
-docs/results.md. Minutes on a GPU; the better part of an hour on two CPU cores.
+MODEL_DIR is what `benchmarks/smollm2.py` makes. Writes the section "smollm2" of docs/results.md,
+after each variant anew.
 """
 
 from __future__ import annotations
@@ -78,25 +78,25 @@ def main() -> int:
     start = time.monotonic()
 
     def publish(measured: Sequence[Measured]) -> None:
-        minutes = (time.monotonic() - start) / 60
-        write_section("smollm2", section(measured, arguments, minutes))
+        write_section("smollm2", section(measured, arguments, time.monotonic() - start))
 
     measure(arguments.model, WORK, variants, options, ROWS, COLS, publish)
     return 0
 
 
-def section(measured: Sequence[Measured], arguments: argparse.Namespace, minutes: float) -> str:
+def section(measured: Sequence[Measured], arguments: argparse.Namespace, seconds: float) -> str:
+    rows = arguments.cal_rows
     return f"""## SmolLM2-135M-Instruct
 
 Llama architecture, 30 blocks, hidden 576 (padded to 640), 9 heads and 3 key/value heads of 64; made
 by `benchmarks/smollm2.py`. **Its weights were 4-bit once** (Q4_1, then BF16), so the table compares
 conversions with each other; it says nothing about the original model. Options
-`-hb 6 -cr {arguments.cal_rows} -cc 512 -cb mul1 --out_scales always`, measured on the first {ROWS}
+`-hb 6 -cr {rows} -cc 512 -cb mul1 --out_scales always`, measured on the first {ROWS}
 rows of {COLS} tokens of `examples/text/evaluation.txt`.
 
 {table(measured)}
 
-Measured on {environment(arguments.device)}; {minutes:.0f} minutes in all."""
+Measured on {environment(arguments.device)}; {seconds:.0f} s in all."""
 
 
 if __name__ == "__main__":
