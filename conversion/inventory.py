@@ -11,10 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from exllamav3.errors import ConversionError
+from exllamav3.model.leftovers import NOT_WEIGHTS
 from exllamav3.modules.module import Module
-
-_DROPPED = ((".rotary_emb.inv_freq", "rotary frequencies are computed from config.json"),)
-"""Suffixes of tensors that carry no weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ def account_for(
         )
     copied, dropped, unknown = [], [], []
     for name in sorted(set(names) - wanted):
-        reason = next((text for suffix, text in _DROPPED if name.endswith(suffix)), None)
+        reason = next((text for suffix, text in NOT_WEIGHTS if name.endswith(suffix)), None)
         if name.startswith(tuple(copied_prefixes)):
             copied.append(name)
         elif reason is not None:

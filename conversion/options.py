@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from exllamav3.codec.params import Codebook
 from exllamav3.errors import ConversionError
+from exllamav3.topology import SCALES
+from exllamav3.util.rates import INTEGER_BITS
 
-CODEBOOKS = ("mul1", "mcg", "3inst")
-OUT_SCALES = ("always", "never", "auto")
+CODEBOOKS = tuple(codebook.value for codebook in Codebook)
 UNQUANTIZED_BITS = 16
 """As a rate: keep the weights as they are."""
 
@@ -130,7 +132,8 @@ def _problems(options: ConversionOptions) -> list[str]:
         expect(isinstance(value, str) and value != "", name, "a folder")
         # Files in other folders cannot be opened by the safetensors library.
         expect(_is_unicode(value), name, "a path in UTF-8; rename the folder")
-    expect(1 <= options.bits <= 8, "bits", "a number from 1 to 8 (mean bits per weight)")
+    lowest, highest = INTEGER_BITS[0], INTEGER_BITS[-1]
+    expect(lowest <= options.bits <= highest, "bits", "a number from 1 to 8 (mean bits per weight)")
     for name in ("head_bits", "mtp_bits"):
         expect(_is_rate(getattr(options, name)), name, "an integer from 1 to 8, or 16")
     expect(
@@ -142,7 +145,7 @@ def _problems(options: ConversionOptions) -> list[str]:
         expect(getattr(options, name) >= 1, name, "a positive integer")
     expect(options.checkpoint_interval >= 0, "checkpoint_interval", "seconds, 0 or more")
     expect(options.codebook in CODEBOOKS, "codebook", f"one of {', '.join(CODEBOOKS)}")
-    expect(options.out_scales in OUT_SCALES, "out_scales", f"one of {', '.join(OUT_SCALES)}")
+    expect(options.out_scales in SCALES, "out_scales", f"one of {', '.join(SCALES)}")
     expect(options.seed >= 0, "seed", "an integer, 0 or more")
     expect(len(options.devices) > 0, "devices", "at least one device")
     accelerators = [name for name in options.devices if name != "cpu"]
@@ -160,7 +163,7 @@ def _is_unicode(path: object) -> bool:
 
 
 def _is_rate(bits: int) -> bool:
-    return isinstance(bits, int) and (1 <= bits <= 8 or bits == UNQUANTIZED_BITS)
+    return isinstance(bits, int) and bits in (*INTEGER_BITS, UNQUANTIZED_BITS)
 
 
 def resume_options(

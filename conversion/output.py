@@ -19,6 +19,7 @@ from torch import Tensor
 from exllamav3.checkpoint.header import read_header
 from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.codec.params import Codebook, bits_of_trellis
+from exllamav3.codec.tensor import PAYLOAD
 from exllamav3.errors import ConversionError
 from exllamav3.model.config import Config
 from exllamav3.model.model import Model
@@ -139,7 +140,7 @@ def _verify(
     for module in layout.all:
         lost |= set(module.kept) - found.keys()
         for target in module.targets:
-            lost |= {f"{target.key}.{s}" for s in ("trellis", "suh", "svh")} - found.keys()
+            lost |= {f"{target.key}.{s}" for s in PAYLOAD} - found.keys()
         lost |= {f"{linear.key}.weight" for linear in module.halved} - found.keys()
     if lost:
         raise ConversionError(

@@ -15,6 +15,7 @@ from exllamav3.architecture.table import read_spec
 from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.errors import ConversionError, FormatError
 from exllamav3.model.config import Config
+from exllamav3.model.leftovers import SIDE_PREFIXES
 from exllamav3.modules.linear import Linear
 from exllamav3.modules.module import DTYPE_NAMES, WEIGHT_DTYPES, Module
 from exllamav3.topology import ModelFacts, ResolvedTopology, TensorMeta
@@ -31,8 +32,6 @@ QUANTIZED_SUFFIXES = (
 """Tensors that only quantized checkpoints have."""
 SAMPLE_BYTES = 1 << 16
 """Of each shard, for the fingerprint."""
-ALWAYS_COPIED = ("mtp.",)
-"""Unknown tensors here belong to a part that is not run, so copying them loses nothing."""
 
 
 class Source:
@@ -58,7 +57,7 @@ class Source:
         self._check_dtypes()
         modules = [*self.decoder(), *self.mtp()]
         self.account: SourceAccount = account_for(
-            self.tensors.names(), modules, (*self.spec.copied, *ALWAYS_COPIED), str(directory)
+            self.tensors.names(), modules, (*self.spec.copied, *SIDE_PREFIXES), str(directory)
         )
         self._check_shapes(modules)
 

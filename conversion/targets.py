@@ -13,7 +13,7 @@ from exllamav3.codec.params import Codebook, pad_to_block
 from exllamav3.errors import ConversionError
 from exllamav3.modules.linear import Linear
 from exllamav3.modules.module import Module
-from exllamav3.topology import ResolvedTopology
+from exllamav3.topology import COMPONENTS, FUSED_NAME, ResolvedTopology
 
 from .allocation import BudgetedLinear, allocate_bits, mean_bits
 from .options import UNQUANTIZED_BITS, ConversionOptions
@@ -151,7 +151,7 @@ def module_layout(
             else:
                 kept.extend(part.own_names(names))
         elif topology is not None and topology.is_fused(parent) and part.qbits_key == "bits":
-            if part.key.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj"):
+            if part.key.rpartition(".")[2] in COMPONENTS:
                 fused.setdefault(parent, []).append(part)
                 if len(fused[parent]) == 3:
                     targets.append(_fused_target(parent, fused[parent], topology))
@@ -187,8 +187,8 @@ def _target(
 
 def _fused_target(layer: str, linears: list[Linear], topology: ResolvedTopology) -> QuantTarget:
     """q, k and v of a fused block, in this order whatever the tree's order is."""
-    ordered = tuple(sorted(linears, key=lambda part: "qkv".index(part.key.rpartition(".")[2][0])))
-    declared = topology.projection(f"{layer}.qkv_proj")
+    ordered = tuple(sorted(linears, key=lambda part: COMPONENTS.index(part.key.rpartition(".")[2])))
+    declared = topology.projection(f"{layer}.{FUSED_NAME}")
     labels = {linear.qmap for linear in ordered}
     if declared is None or len(labels) != 1:
         raise ConversionError(
@@ -196,7 +196,7 @@ def _fused_target(layer: str, linears: list[Linear], topology: ResolvedTopology)
             f"{sorted(map(str, labels))}, expected one; leave the block split"
         )
     return QuantTarget(
-        f"{layer}.qkv_proj",
+        f"{layer}.{FUSED_NAME}",
         ordered,
         ordered[0].qmap,
         declared.bits,

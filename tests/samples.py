@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import exllamav3_ext
-from exllamav3.codec.params import HALF_BITS, INTEGER_BITS, Codebook
+from exllamav3.codec.params import Codebook
+from exllamav3.util.rates import HALF_BITS, INTEGER_BITS
 
 RATES = [(bits, book) for bits in INTEGER_BITS for book in Codebook]
 RATES += [(bits, Codebook.MUL1) for bits in HALF_BITS]

@@ -25,6 +25,8 @@ from exllamav3.topology import AttentionFacts, ModelFacts
 
 FULL, LINEAR = "full_attention", "linear_attention"
 MTP_LABEL = "MTP attention"
+MTP_PREFIX = "mtp."
+"""Of all tensors of the multi-token-prediction head."""
 
 
 @dataclass(frozen=True, slots=True)

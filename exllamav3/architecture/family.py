@@ -6,15 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from exllamav3.architecture.decoder import FULL, LINEAR, DecoderSpec
+from exllamav3.architecture.decoder import FULL, LINEAR, MTP_PREFIX, DecoderSpec
 from exllamav3.errors import FormatError, UnsupportedError
 from exllamav3.model.config import Config
 from exllamav3.model.fields import Fields
 from exllamav3.model.rope_config import read_rope
 from exllamav3.modules.gated_delta_net import DeltaGeometry
 from exllamav3.modules.qkv import QkvGeometry
-
-MTP_PREFIX = "mtp."
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ from typing import Any
 
 from exllamav3.codec.params import Codebook
 from exllamav3.errors import FormatError, TopologyError, UnsupportedError
-from exllamav3.topology import METADATA_KEY
+from exllamav3.topology import METADATA_KEY, SCALES
 
 QUANT_METHOD = "exl3"
-OUT_SCALES = ("always", "never", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def parse_quantization_config(obj: Any, where: str) -> QuantizationConfig:
         bits=_required(take.number("bits"), "bits", where),
         head_bits=take.number("head_bits"),
         calibration=_parse_calibration(left.pop("calibration", None), f"{where}.calibration"),
-        out_scales=take.text("out_scales", OUT_SCALES),
+        out_scales=take.text("out_scales", SCALES),
         codebook=_parse_codebook(take.text("codebook", tuple(c.value for c in Codebook))),
         vision_bits=take.number("vision_bits"),
         mtp_bits=take.number("mtp_bits"),

@@ -13,7 +13,9 @@ import torch
 from exllamav3.cli.boundary import EXIT_INTERRUPTED
 from exllamav3.conversion import ConversionJob, ConversionOptions
 from exllamav3.conversion.console import ConsoleListener
+from exllamav3.conversion.options import CODEBOOKS
 from exllamav3.errors import ConversionError
+from exllamav3.topology import SCALES
 
 _REQUIRED = {"in_dir": "-i", "out_dir": "-o", "bits": "-b"}
 """Options that a new job must state."""
@@ -59,11 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="cpu, or GPU numbers such as 0,1 (default: GPU 0 if there is one)",
     )
-    add("-cb", "codebook", choices=("mul1", "mcg", "3inst"), help="trellis codebook (default mul1)")
+    add("-cb", "codebook", choices=CODEBOOKS, help="trellis codebook (default mul1)")
     add(
         None,
         "out_scales",
-        choices=("always", "never", "auto"),
+        choices=SCALES,
         help="output channel scales (default always)",
     )
     add(None, "seed", type=int, metavar="N", help="of the random signs (default 0)")

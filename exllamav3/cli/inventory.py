@@ -12,11 +12,11 @@ from typing import Any
 
 from exllamav3.checkpoint.header import DTYPE_BITS
 from exllamav3.codec.params import Codebook, bits_of_trellis
-from exllamav3.codec.tensor import is_exl3
+from exllamav3.codec.tensor import EXL3_SUFFIXES, is_exl3
 from exllamav3.errors import FormatError
 from exllamav3.topology import Declaration, TensorMeta
 
-SUFFIXES = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1", "bias")
+SUFFIXES = (*EXL3_SUFFIXES, "bias")
 
 
 @dataclass(frozen=True, slots=True)

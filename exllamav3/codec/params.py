@@ -1,4 +1,4 @@
-"""Constants of the EXL3 format: tile and Hadamard sizes, codebooks, legal rates.
+"""Constants of the EXL3 format: tile and Hadamard sizes, codebooks. Rates: `util.rates`.
 
 Source: docs/format.md.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from enum import Enum
 
 from exllamav3.errors import FormatError
+from exllamav3.util.rates import RATES, rate_of
 
 TILE = 16
 """Edge of a trellis tile: 16 input rows by 16 output columns."""
@@ -15,9 +16,6 @@ TILE_WEIGHTS = TILE * TILE
 """Weights of a tile, which is also the length of its trellis ring."""
 HADAMARD_BLOCK = 128
 """Channels rotated together on either side of a weight."""
-INTEGER_BITS = (1, 2, 3, 4, 5, 6, 7, 8)
-HALF_BITS = (1.5, 2.5, 3.5)
-"""Rates that are read (mul1 only) and never written."""
 
 
 class Codebook(Enum):
@@ -70,10 +68,10 @@ def bits_of_trellis(last_dim: int, where: str = "trellis") -> int | float:
     Raises:
         FormatError: the dimension belongs to no rate of the format.
     """
-    bits: int | float = last_dim // 16 if last_dim % 16 == 0 else last_dim / 16
-    if bits not in INTEGER_BITS and bits not in HALF_BITS:
+    bits = rate_of(last_dim)
+    if bits is None:
         raise FormatError(
-            f"{where}: last dimension is {last_dim}, expected 16*K with K in 1..8 or one of "
-            f"1.5, 2.5, 3.5; the file is damaged or not EXL3"
+            f"{where}: last dimension is {last_dim}, expected 16*K with K in {RATES}; the file "
+            f"is damaged or not EXL3"
         )
     return bits

@@ -18,6 +18,17 @@ from exllamav3.errors import FormatError
 from exllamav3.ops import reconstruct, require_device
 from exllamav3.ops.linear import check_linear_input, run_linear
 
+LEGACY_SIGNS = {"suh": "su", "svh": "sv"}
+"""Scales, and the packed signs that older files have in their place."""
+PAYLOAD = ("trellis", *LEGACY_SIGNS)
+"""Suffixes of the tensors that every EXL3 weight is written with."""
+EXL3_SUFFIXES = (
+    *PAYLOAD,
+    *LEGACY_SIGNS.values(),
+    *(codebook.marker for codebook in Codebook if codebook.marker is not None),
+)
+"""Suffixes of the tensors that may make up one EXL3 weight, without its bias."""
+
 
 @dataclass(frozen=True, slots=True)
 class Exl3Tensor:
@@ -75,8 +86,8 @@ class Exl3Tensor:
         weight = cls.__new__(cls)  # fields first, so that errors name the key
         for name, value in (
             ("trellis_IOW", trellis),
-            ("suh_K", _scales(key, "suh", "su", tensors)),
-            ("svh_N", _scales(key, "svh", "sv", tensors)),
+            ("suh_K", _scales(key, "suh", tensors)),
+            ("svh_N", _scales(key, "svh", tensors)),
             ("codebook", _codebook(key, tensors)),
             ("bias_N", bias),
         ):
@@ -169,10 +180,9 @@ class Exl3Tensor:
 
 def is_exl3(key: str, names: Container[str]) -> bool:
     """Whether the tensors of a module are stored as EXL3: a trellis and scales on both sides."""
-    return (
-        f"{key}.trellis" in names
-        and (f"{key}.suh" in names or f"{key}.su" in names)
-        and (f"{key}.svh" in names or f"{key}.sv" in names)
+    return f"{key}.trellis" in names and all(
+        f"{key}.{scales}" in names or f"{key}.{signs}" in names
+        for scales, signs in LEGACY_SIGNS.items()
     )
 
 
@@ -227,7 +237,8 @@ def _required(key: str, suffix: str, tensors: Mapping[str, Tensor]) -> Tensor:
     return tensors[name]
 
 
-def _scales(key: str, suffix: str, legacy: str, tensors: Mapping[str, Tensor]) -> Tensor:
+def _scales(key: str, suffix: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    legacy = LEGACY_SIGNS[suffix]
     if f"{key}.{suffix}" not in tensors and f"{key}.{legacy}" in tensors:
         return unpack_signs(f"{key}.{legacy}", tensors[f"{key}.{legacy}"])
     return _required(key, suffix, tensors)

@@ -14,6 +14,7 @@ from exllamav3.architecture.table import read_spec
 from exllamav3.errors import FormatError, UnsupportedError
 from exllamav3.model.config import Config
 from exllamav3.model.declaration import read_topology
+from exllamav3.model.leftovers import check_leftovers
 from exllamav3.model.params import last_places, make_context
 from exllamav3.modules.attention import Attention
 from exllamav3.modules.context import KvSpec, RecurrentSpec
@@ -127,7 +128,11 @@ class Model:
         Raises:
             UnsupportedError: `tensor_p`, a device this build cannot serve, or a stored dtype that
                 cannot be computed with.
-            FormatError: tensors are missing or have wrong shapes.
+            FormatError: tensors are missing, have wrong shapes, or are ignored where that changes
+                the results; see `model.leftovers`.
+
+        Warns:
+            CheckpointWarning: tensors that belong to no part of the model are ignored.
         """
         if tensor_p:
             self._refuse_tensor_parallelism()
@@ -136,7 +141,9 @@ class Model:
         if dtype not in (torch.float32, torch.float16):
             raise UnsupportedError(f"dtype {dtype}: activations are float32 or float16")
         tensors = source or self.config.files
-        self._check_complete(tensors.names())
+        names = tensors.names()
+        self._check_complete(names)
+        check_leftovers(self.unclaimed(names), self.modules, self._where)
         for done, module in enumerate(self.modules, start=1):
             module.load(tensors, target, dtype)
             if progress is not None:
@@ -158,12 +165,16 @@ class Model:
             )
         raise UnsupportedError("tensor_p: tensor parallelism is not there yet; load without it")
 
+    @property
+    def _where(self) -> str:
+        return str(self.config.directory or "source")
+
     def _check_complete(self, names: Collection[str]) -> None:
         missing = [name for module in self.modules for name in module.missing(names)]
         if missing:
             shown = ", ".join(missing[:6]) + (", ..." if len(missing) > 6 else "")
             raise FormatError(
-                f"{self.config.directory or 'source'}: {len(missing)} tensors of "
+                f"{self._where}: {len(missing)} tensors of "
                 f"{self.config.architecture} are missing: {shown}" + self._hint(missing)
             )
 

@@ -10,16 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exllamav3.codec.params import pad_to_block
-from exllamav3.codec.tensor import Exl3Tensor, is_exl3
+from exllamav3.codec.tensor import EXL3_SUFFIXES, Exl3Tensor, is_exl3
 from exllamav3.errors import FormatError
 from exllamav3.modules.context import ForwardContext
 from exllamav3.modules.module import Module, TensorSource, read_weight
 
 LinearKind = Literal["bits", "head_bits", "mtp_bits"]
 """Which of a conversion's bit settings a linear follows."""
-
-EXL3_SUFFIXES = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1", "bias")
-"""Suffixes of the tensors that may make up one EXL3 linear."""
 
 
 class Linear(Module):
@@ -69,12 +66,14 @@ class Linear(Module):
 
     def own_names(self, names: Collection[str]) -> tuple[str, ...]:
         """The EXL3 group if one is stored, else the dense weight, else that of `alt_key`."""
+        bias = (f"{self.key}.bias",) if self.has_bias else ()
         if is_exl3(self.key, names):
-            return tuple(n for s in EXL3_SUFFIXES if (n := f"{self.key}.{s}") in names)
+            weights = tuple(n for s in EXL3_SUFFIXES if (n := f"{self.key}.{s}") in names)
+            return weights + bias
         weight = f"{self.key}.weight"
         if weight not in names and self.alt_key and f"{self.alt_key}.weight" in names:
             weight = f"{self.alt_key}.weight"
-        return (weight, f"{self.key}.bias") if self.has_bias else (weight,)
+        return (weight, *bias)
 
     def load_own(self, source: TensorSource) -> None:
         """Read whichever form is stored; see `Module.load`."""

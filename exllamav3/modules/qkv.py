@@ -19,8 +19,7 @@ from exllamav3.modules.context import ForwardContext
 from exllamav3.modules.grouped import can_group, forward_grouped
 from exllamav3.modules.linear import Linear, LinearKind
 from exllamav3.ops import deinterleave_qg, deinterleave_qg_reference
-
-COMPONENTS = ("q_proj", "k_proj", "v_proj")
+from exllamav3.topology import COMPONENTS, FUSED_NAME
 
 QkvRoute = Literal["auto", "split"]
 """How three stored linears run: "split" is always three launches, "auto" groups them where one
@@ -112,7 +111,7 @@ class FusedQkv:
     def __init__(self, attn_key: str, geometry: QkvGeometry, qbits_key: LinearKind = "bits"):
         self.geometry = geometry
         width = sum(geometry.output_splits)
-        self.qkv_proj = _linear(attn_key, "qkv_proj", geometry, width, qbits_key)
+        self.qkv_proj = _linear(attn_key, FUSED_NAME, geometry, width, qbits_key)
         self.linears = (self.qkv_proj,)
         self.routes: Counter[str] = Counter()
 

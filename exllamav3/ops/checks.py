@@ -10,11 +10,10 @@ from torch import Tensor
 
 from exllamav3.errors import FormatError
 from exllamav3.ops.status import require_device
+from exllamav3.util.rates import RATES, rate_of
 
 BLOCK = 128
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-HALF_BITS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
-"""Rates of the format, doubled so that 1.5, 2.5 and 3.5 are integers."""
 
 
 @runtime_checkable
@@ -93,14 +92,14 @@ def check_trellis(op: str, trellis: Tensor, codebook: int | None = None) -> tupl
             codebook other than mul1.
     """
     check_tensor(op, "trellis", trellis, (torch.int16,), 3)
-    last = trellis.shape[2]
-    if last % 8 or last // 8 not in HALF_BITS:
+    bits = rate_of(trellis.shape[2])
+    if bits is None:
         raise FormatError(
-            f"{op}: last dimension of trellis is {last}, expected 16*K with K in 1..8 or one of "
-            f"1.5, 2.5, 3.5"
+            f"{op}: last dimension of trellis is {trellis.shape[2]}, expected 16*K with K in "
+            f"{RATES}"
         )
-    if codebook is not None and codebook != 2 and (last // 8) % 2:
+    if codebook is not None and codebook != 2 and isinstance(bits, float):
         raise FormatError(
-            f"{op}: rate K = {last / 16} goes with codebook mul1 (2) only, got codebook {codebook}"
+            f"{op}: rate K = {bits} goes with codebook mul1 (2) only, got codebook {codebook}"
         )
     return 16 * trellis.shape[0], 16 * trellis.shape[1]

@@ -12,7 +12,6 @@ from torch import Tensor
 from exllamav3.errors import FormatError
 from exllamav3.ops.checks import (
     FLOATS,
-    HALF_BITS,
     CodebookLike,
     check_blocks,
     check_shape,
@@ -22,6 +21,7 @@ from exllamav3.ops.checks import (
 )
 from exllamav3.ops.reference import codec as reference
 from exllamav3.ops.register import register
+from exllamav3.util.rates import HALF_BITS, INTEGER_BITS, RATES
 
 RING = 256
 
@@ -44,8 +44,8 @@ def pack(states: Tensor, bits: float) -> Tensor:
         raise FormatError(
             f"pack: states has shape {tuple(states.shape)}, expected (..., {RING}), whole tiles"
         )
-    if 2 * bits not in HALF_BITS:
-        raise FormatError(f"pack: bits is {bits!r}, expected 1..8 or one of 1.5, 2.5, 3.5")
+    if bits not in INTEGER_BITS and bits not in HALF_BITS:
+        raise FormatError(f"pack: bits is {bits!r}, expected {RATES}")
     result: Tensor = torch.ops.exllamav3.pack(states, float(bits))
     return result
 

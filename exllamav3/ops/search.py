@@ -9,9 +9,9 @@ from exllamav3.errors import FormatError
 from exllamav3.ops.checks import CodebookLike, check_tensor, codebook_id
 from exllamav3.ops.reference import search as reference
 from exllamav3.ops.register import register
+from exllamav3.util.rates import INTEGER_BITS
 
 RING = 256
-INTEGER_BITS = range(1, 9)
 
 
 def quantize_tiles(tiles: Tensor, bits: int, codebook: CodebookLike) -> tuple[Tensor, Tensor]:

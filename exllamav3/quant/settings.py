@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from exllamav3.codec.params import INTEGER_BITS, Codebook
+from exllamav3.codec.params import Codebook
 from exllamav3.errors import FormatError
+from exllamav3.util.rates import INTEGER_BITS
 
 
 @dataclass(frozen=True, slots=True)

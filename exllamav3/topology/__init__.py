@@ -24,7 +24,14 @@ from exllamav3.topology.payload import check_payload, check_undeclared
 from exllamav3.topology.plan import Plan, PlannedProjection, PlanRow, load_plan, parse_plan
 from exllamav3.topology.resolve import check_plan, check_resumed_plan, resolve_plan
 from exllamav3.topology.resolved import Projection, ResolvedTopology, TopologyRow
-from exllamav3.topology.schema import COMPONENTS, CONFIG_PATH, FUSED_NAME, METADATA_KEY, SCHEMA
+from exllamav3.topology.schema import (
+    COMPONENTS,
+    CONFIG_PATH,
+    FUSED_NAME,
+    METADATA_KEY,
+    SCALES,
+    SCHEMA,
+)
 from exllamav3.topology.source import check_source
 from exllamav3.topology.tensor_storage import check_tensor_storage, storage_annotation
 
@@ -33,6 +40,7 @@ __all__ = [
     "CONFIG_PATH",
     "FUSED_NAME",
     "METADATA_KEY",
+    "SCALES",
     "SCHEMA",
     "AttentionFacts",
     "Declaration",

@@ -13,13 +13,19 @@ from exllamav3.errors import TopologyError
 from exllamav3.topology.facts import AttentionFacts, ModelFacts, TensorMeta
 from exllamav3.topology.json_node import show, show_list
 from exllamav3.topology.resolved import Projection, ResolvedTopology, TopologyRow
-from exllamav3.topology.schema import CODEBOOKS, CONFIG_PATH, FUSED_NAME, TILE, pad_to_block
+from exllamav3.topology.schema import (
+    CODEBOOKS,
+    CONFIG_PATH,
+    FUSED_NAME,
+    PAYLOAD,
+    TILE,
+    pad_to_block,
+)
 
 _ADVICE = (
     "The tensors and the declaration do not belong together; take both from one finished "
     "conversion."
 )
-_PAYLOAD = ("trellis", "suh", "svh")
 
 
 def check_payload(
@@ -61,7 +67,7 @@ def check_undeclared(
         TopologyError: a full-attention block stores `<layer>.qkv_proj.{trellis,suh,svh}`.
     """
     for block in facts.attention:
-        for suffix in _PAYLOAD:
+        for suffix in PAYLOAD:
             name = f"{block.layer}.{FUSED_NAME}.{suffix}"
             if name in inventory:
                 raise TopologyError(
@@ -120,13 +126,13 @@ class _Block:
     def _check_linear(self, projection: Projection, width: int) -> None:
         key = self.row.key(projection)
         suffixes = [name[len(key) + 1 :] for name in self._below(key)]
-        for suffix in _PAYLOAD:
+        for suffix in PAYLOAD:
             if suffix not in suffixes:
                 stored = f"stored are {show_list(suffixes, 9)}" if suffixes else "nothing is stored"
                 raise self._error(f"tensor {show(f'{key}.{suffix}')} is missing; {stored}")
         self._check_marker(key, projection, suffixes)
         for suffix in suffixes:
-            if suffix not in (*_PAYLOAD, projection.codebook, "bias"):
+            if suffix not in (*PAYLOAD, projection.codebook, "bias"):
                 raise self._error(
                     f"tensor {show(f'{key}.{suffix}')} is stored, but an EXL3 linear has only "
                     f"trellis, suh, svh, its marker and a bias"

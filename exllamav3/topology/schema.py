@@ -27,15 +27,17 @@ MAX_WIDTH = 2**31 - 1
 """Bound of an output width: no tensor dimension is larger, and hostile integers end here."""
 CODEBOOKS = ("mcg", "mul1")
 SCALES = ("always", "never", "auto")
+"""Policies for output channel scales, of a projection as of a whole job."""
 
+# Repeated from `exllamav3.codec`, because this package imports only the standard library and
+# `exllamav3.errors`; a test compares the two.
 TILE = 16
 HADAMARD_BLOCK = 128
+PAYLOAD = ("trellis", "suh", "svh")
+MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
+"""Values of the marker tensors, unsigned."""
 
 
 def pad_to_block(width: int) -> int:
-    """Round a width up to whole Hadamard blocks of 128, as stored weights are.
-
-    Repeated from `exllamav3.codec.params` because this package imports only the
-    standard library and `exllamav3.errors`.
-    """
+    """Round a width up to whole Hadamard blocks of 128, as stored weights are."""
     return -(-width // HADAMARD_BLOCK) * HADAMARD_BLOCK

@@ -5,10 +5,9 @@ from __future__ import annotations
 from exllamav3.topology.copies import first_difference
 from exllamav3.topology.json_node import Node, show, show_list
 from exllamav3.topology.resolved import ResolvedTopology
-from exllamav3.topology.schema import COMPONENTS, TILE
+from exllamav3.topology.schema import COMPONENTS, MULTIPLIERS, TILE
 
 _ADVICE = "Regenerate quantization_config.json from the tensors."
-_MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 
 
 def storage_annotation(topology: ResolvedTopology, key: str) -> dict[str, object]:
@@ -63,7 +62,7 @@ def check_tensor_storage(
             expected: dict[str, object] = {
                 "quant_format": "exl3",
                 "bits_per_weight": projection.bits,
-                f"{projection.codebook}_multiplier": _MULTIPLIERS[projection.codebook],
+                f"{projection.codebook}_multiplier": MULTIPLIERS[projection.codebook],
                 **storage_annotation(topology, key),
             }
             _check_entry(node, expected)
@@ -73,7 +72,7 @@ def check_tensor_storage(
 def _check_entry(node: Node, expected: dict[str, object]) -> None:
     entry = node.mapping(_ADVICE)
     relevant = {*expected, "components", "output_splits"}
-    relevant.update(f"{codebook}_multiplier" for codebook in _MULTIPLIERS)
+    relevant.update(f"{codebook}_multiplier" for codebook in MULTIPLIERS)
     difference = first_difference(
         {key: value for key, value in entry.items() if key in relevant}, expected
     )

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from exllamav3 import ops
-from exllamav3.codec.params import HALF_BITS, INTEGER_BITS, Codebook
+from exllamav3.codec.params import Codebook
 from exllamav3.ops.matrix_product import PACKED_ROWS
 from exllamav3.ops.reference import codec as reference
+from exllamav3.util.rates import HALF_BITS, INTEGER_BITS
 
 pytestmark = pytest.mark.cuda
 

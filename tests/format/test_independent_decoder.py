@@ -6,7 +6,8 @@ import torch
 from numpy_decoder import inner_matrix, states_of, weight_matrix
 
 from exllamav3 import ops
-from exllamav3.codec.params import HALF_BITS, INTEGER_BITS, Codebook
+from exllamav3.codec.params import Codebook
+from exllamav3.util.rates import HALF_BITS, INTEGER_BITS
 
 CASES = [(bits, book.value) for bits in INTEGER_BITS for book in Codebook]
 CASES += [(bits, "mul1") for bits in HALF_BITS]

@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from exllamav3.codec.params import (
+    HADAMARD_BLOCK,
+    TILE,
     Codebook,
     bits_of_trellis,
     pad_to_block,
 )
+from exllamav3.codec.tensor import PAYLOAD
 from exllamav3.codec.tiles import (
     matrix_from_tiles,
     ring_to_tile,
@@ -15,8 +18,10 @@ from exllamav3.codec.tiles import (
     tiles_from_matrix,
 )
 from exllamav3.errors import FormatError
-from exllamav3.ops import checks, decode, unpack
+from exllamav3.ops import decode, unpack
 from exllamav3.ops.reference.codebook import codebook_values
+from exllamav3.topology import schema
+from exllamav3.util.rates import INTEGER_BITS
 
 
 def test_ring_and_tile_undo_each_other():
@@ -62,14 +67,23 @@ def test_wrong_shapes_are_named(call, message):
         call()
 
 
-def test_rates_of_the_operators_are_those_of_the_format():
+def test_a_trellis_has_one_of_eleven_rates():
     legal = []
-    for half_bits in range(0, 20):
+    for words in range(160):
         try:
-            legal.append(2 * bits_of_trellis(8 * half_bits))
+            legal.append(bits_of_trellis(words))
         except FormatError:
             continue
-    assert tuple(legal) == checks.HALF_BITS
+    assert legal == [1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8]
+
+
+def test_the_topology_package_repeats_the_format_correctly():
+    written = [book for book in Codebook if book.marker is not None]
+    assert {book.value: book.multiplier for book in written} == schema.MULTIPLIERS
+    assert (schema.TILE, schema.HADAMARD_BLOCK, schema.PAYLOAD) == (TILE, HADAMARD_BLOCK, PAYLOAD)
+    assert {schema.MIN_BITS, schema.MAX_BITS} <= set(INTEGER_BITS)
+    for width in (1, 127, 128, 129, 4096):
+        assert schema.pad_to_block(width) == pad_to_block(width)
 
 
 @pytest.mark.parametrize(("size", "padded"), [(1, 128), (128, 128), (129, 256), (576, 640)])
