@@ -156,12 +156,12 @@ def mixed_table(row_counts: tuple[int, ...]) -> None:
 
 
 def prefill_table() -> None:
-    print("\nGeometry A, K4 mul1: packed kernel against reconstruction and cuBLAS\n")
+    print("\nGeometry A, K4 mul1: packed kernel against a matrix and cuBLAS\n")
     print("| rows | packed | by matrix | BF16 alone | by matrix / BF16 |\n|---|---|---|---|---|")
     copies = copies_of(A.k * A.n / 2)
     weight = Packed(A.k, A.n, 4, Codebook.MUL1, copies)
     book = weight.codebook.id
-    for rows in (32, 48, 64, 96, 128, 256, 512, 2048, 8192):
+    for rows in (32, 64, 80, 96, 112, 128, 256, 512, 1024, 2048, 8192):
         x = torch.randn(rows, A.k, device="cuda", dtype=torch.float16)
 
         def packed(i: int, x: Tensor = x) -> Tensor:
@@ -180,6 +180,26 @@ def prefill_table() -> None:
         )
 
 
+def matrix_table() -> None:
+    print("\nGeometry A, from packed to a float16 matrix, mul1\n")
+    print("| K | decode | reconstruct | reconstruct_columns |\n|---|---|---|---|")
+    for bits in (2, 3, 4, 6, 8):
+        copies = copies_of(A.k * A.n * bits / 8)
+        weight = Packed(A.k, A.n, bits, Codebook.MUL1, copies)
+        scales = (weight.suh, weight.svh, 2)
+
+        def of(op: Callable[..., Tensor], *rest: object, weight=weight, copies=copies) -> float:
+            return microseconds(lambda i: op(weight.trellis[i], *rest), copies, 1)
+
+        ops = torch.ops.exllamav3
+        cells = (
+            of(ops.decode, 2),
+            of(ops.reconstruct, *scales, torch.float16),
+            of(ops.reconstruct_columns, *scales),
+        )
+        print(f"| {bits} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="decode at K=4 mul1 only")
@@ -192,6 +212,7 @@ def main() -> None:
     decode_table(CASES, (1, 2, 4, 8, 16, 32, 64))
     mixed_table((1, 4, 16))
     prefill_table()
+    matrix_table()
 
 
 if __name__ == "__main__":

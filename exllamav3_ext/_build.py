@@ -72,6 +72,7 @@ CUDA_SOURCES: tuple[Source, ...] = (
     Source("cuda/bind_codec.cpp"),
     Source("cuda/bind_linear.cpp"),
     Source("cuda/codec.cu"),
+    Source("cuda/columns.cu"),
     Source("cuda/counters.cpp"),
     Source("cuda/linear_plan.cpp"),
     Source("cuda/linear_launch.cu"),

@@ -17,6 +17,8 @@ SCHEMAS = (
     "unpack(Tensor trellis) -> Tensor",
     "decode(Tensor trellis, int codebook) -> Tensor",
     "reconstruct(Tensor trellis, Tensor suh, Tensor svh, int codebook, ScalarType dtype) -> Tensor",
+    "reconstruct_columns(Tensor trellis, Tensor suh, Tensor svh, int codebook) -> Tensor",
+    "rotate_input(Tensor x, Tensor suh) -> Tensor",
     "hadamard(Tensor x, Tensor? pre_scale, Tensor? post_scale) -> Tensor",
     # search
     "quantize_tiles(Tensor tiles, int bits, int codebook) -> (Tensor, Tensor)",

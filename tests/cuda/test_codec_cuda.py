@@ -7,6 +7,7 @@ from test_linear_cuda import RATES, random_input, random_weight
 from exllamav3 import ops
 from exllamav3.errors import FormatError
 from exllamav3.ops.reference import codec as reference
+from exllamav3.ops.reference import matrix_product as product_reference
 from exllamav3.ops.reference.deinterleave import deinterleave_qg as deinterleave_reference
 from exllamav3.ops.reference.hadamard import hadamard as hadamard_reference
 
@@ -38,8 +39,40 @@ def test_reconstruction_is_exact_up_to_float32_rounding(bits, codebook):
         )
 
 
+def relative(found, expected):
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(("bits", "codebook"), RATES)
+@pytest.mark.parametrize(("k", "n"), [(128, 128), (640, 384)])
+def test_factors_of_a_product_are_those_of_the_reference(bits, codebook, k, n):
+    trellis, suh, svh, _ = random_weight(k, n, bits)
+    expected = product_reference.reconstruct_columns(
+        trellis.cpu(), suh.cpu(), svh.cpu(), codebook.id
+    )
+    found = torch.ops.exllamav3.reconstruct_columns(trellis, suh, svh, codebook.id).cpu()
+    assert relative(found, expected) < 5e-5  # float32 sums in another order, then float16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 128), (3, 5, 640)])
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-2, 1.0, 1000.0])
+def test_rotated_input_is_that_of_the_reference(dtype, shape, scale):
+    x = random_input(shape[0], shape[-1], dtype)
+    if len(shape) == 3:
+        x = x[:, None].expand(shape)
+    suh = (scale * random_input(1, shape[-1], torch.float32, seed=3)[0]).half()
+    found = torch.ops.exllamav3.rotate_input(x, suh).cpu()
+    expected = product_reference.rotate_input(x.cpu(), suh.cpu())
+    assert found.shape == shape
+    assert torch.equal(found, expected) or relative(found, expected) < 5e-5
+
+
 def test_slices_of_columns_are_reconstructed_where_they_lie():
     trellis, suh, svh, _ = random_weight(256, 512, 3)
+    columns = torch.ops.exllamav3.reconstruct_columns(trellis, suh, svh, 2)
+    part = torch.ops.exllamav3.reconstruct_columns(trellis[:, 8:24], suh, svh[128:384], 2)
+    assert torch.equal(part, columns[:, 128:384])
     whole = ops.reconstruct(trellis, suh, svh, 2)
     assert torch.equal(ops.reconstruct(trellis[:, 8:24], suh, svh[128:384], 2), whole[:, 128:384])
     assert torch.equal(ops.decode(trellis[:, 8:24], 2), ops.decode(trellis, 2)[:, 128:384])

@@ -63,7 +63,7 @@ def test_any_number_of_rows(rows, codebook):
     assert_as_good_as_float16(random_input(rows, 384), random_weight(384, 256, 4), codebook)
 
 
-@pytest.mark.parametrize("rows", [145, 200, 256])
+@pytest.mark.parametrize("rows", [97, 145, 200, 256])
 def test_the_packed_kernel_itself_takes_any_number_of_rows(rows):
     trellis, suh, svh, bias = random_weight(384, 256, 4)
     x = random_input(rows, 384)

@@ -22,6 +22,8 @@ CASES = {
     "unpack": (WEIGHT.trellis,),
     "decode": (HALF.trellis, 2),
     "reconstruct": (*WEIGHT[:3], 1, torch.float16),
+    "reconstruct_columns": (*WEIGHT[:3], 1),
+    "rotate_input": (X, WEIGHT.suh),
     "hadamard": (X, WEIGHT.suh, None),
     "quantize_tiles": (torch.randn(2, 256), 4, 2),
     "linear": (X, *WEIGHT, 0, torch.float32),
@@ -43,8 +45,11 @@ CASES = {
         X[0, :2], X[1, :2], None, 2, 48,
     ),
 }  # fmt: skip
-TORCH_ONLY = {"advance_delta_rule", "rms_norm", "norm_rotate", "gate_mul", "delta_inputs"}
-"""Fused on a GPU, where launches cost; on the CPU torch is as good."""
+TORCH_ONLY = {
+    "advance_delta_rule", "rms_norm", "norm_rotate", "gate_mul", "delta_inputs",
+    "reconstruct_columns", "rotate_input",
+}  # fmt: skip
+"""Fused on a GPU, where launches cost, or used on a GPU only; on the CPU torch is as good."""
 
 
 @pytest.mark.parametrize("op", list(CASES))

@@ -52,24 +52,57 @@ Tensor decode(const Tensor& trellis, int64_t codebook) {
     return out;
 }
 
+// Scales of one side of a weight, ready for vector loads.
+Tensor channel_scales(const Tensor& scales, int64_t channels, const Tensor& as, const char* name) {
+    check_dtype(scales, ScalarType::Half, name);
+    check_dim(scales, 1, name);
+    check_size(scales, 0, channels, name);
+    check_same_device(scales, as, name);
+    return for_vectors(scales);
+}
+
 Tensor reconstruct(const Tensor& trellis, const Tensor& suh_in, const Tensor& svh_in,
                    int64_t codebook, ScalarType dtype) {
     const CudaScope scope(trellis);
     const CudaWeight weight(trellis, codebook);
     weight.check_blocks("reconstruct");
-    check_dtype(suh_in, ScalarType::Half, "suh");
-    check_dtype(svh_in, ScalarType::Half, "svh");
-    check_dim(suh_in, 1, "suh");
-    check_dim(svh_in, 1, "svh");
-    check_size(suh_in, 0, weight.k, "suh");
-    check_size(svh_in, 0, weight.n, "svh");
-    check_same_device(suh_in, trellis, "suh");
-    check_same_device(svh_in, trellis, "svh");
-    const Tensor suh = for_vectors(suh_in), svh = for_vectors(svh_in);
+    const Tensor suh = channel_scales(suh_in, weight.k, trellis, "suh");
+    const Tensor svh = channel_scales(svh_in, weight.n, trellis, "svh");
     Tensor out = empty({weight.k, weight.n}, dtype, trellis);
     EXL3_CUDA_CHECK(launch_reconstruct(view_of(weight, codebook), suh.const_data_ptr(),
                                        svh.const_data_ptr(), out.mutable_data_ptr(),
                                        float_type(dtype, "dtype"), scope.stream));
+    return out;
+}
+
+Tensor reconstruct_columns(const Tensor& trellis, const Tensor& suh_in, const Tensor& svh_in,
+                           int64_t codebook) {
+    const CudaScope scope(trellis);
+    const CudaWeight weight(trellis, codebook);
+    weight.check_blocks("reconstruct_columns");
+    const Tensor suh = channel_scales(suh_in, weight.k, trellis, "suh");
+    const Tensor svh = channel_scales(svh_in, weight.n, trellis, "svh");
+    Tensor out = empty({weight.k, weight.n}, ScalarType::Half, trellis);
+    EXL3_CUDA_CHECK(launch_reconstruct_columns(view_of(weight, codebook), suh.const_data_ptr(),
+                                               svh.const_data_ptr(), out.mutable_data_ptr(),
+                                               scope.stream));
+    return out;
+}
+
+Tensor rotate_input(const Tensor& x_in, const Tensor& suh_in) {
+    STD_TORCH_CHECK(x_in.dim() >= 1 && x_in.size(x_in.dim() - 1) > 0 &&
+                        x_in.size(x_in.dim() - 1) % kBlock == 0,
+                    "rotate_input: the last dimension of x must be a positive multiple of 128");
+    const CudaScope scope(x_in);
+    const Tensor x = for_vectors(x_in);
+    const int64_t k = x.size(x.dim() - 1);
+    const Tensor suh = channel_scales(suh_in, k, x, "suh");
+    Tensor out = empty(std::vector<int64_t>(x.sizes().begin(), x.sizes().end()), ScalarType::Half,
+                       x);
+    if (x.numel() > 0)
+        EXL3_CUDA_CHECK(launch_rotate_input(x.const_data_ptr(), suh.const_data_ptr(),
+                                            out.mutable_data_ptr(), x.numel() / k, int(k),
+                                            float_type(x.scalar_type(), "x"), scope.stream));
     return out;
 }
 
@@ -129,6 +162,8 @@ STABLE_TORCH_LIBRARY_IMPL(exllamav3, CUDA, m) {
     m.impl("unpack", TORCH_BOX(&exl3::unpack));
     m.impl("decode", TORCH_BOX(&exl3::decode));
     m.impl("reconstruct", TORCH_BOX(&exl3::reconstruct));
+    m.impl("reconstruct_columns", TORCH_BOX(&exl3::reconstruct_columns));
+    m.impl("rotate_input", TORCH_BOX(&exl3::rotate_input));
     m.impl("hadamard", TORCH_BOX(&exl3::hadamard));
     m.impl("deinterleave_qg", TORCH_BOX(&exl3::deinterleave_qg));
 }

@@ -1,10 +1,5 @@
 #include "cuda/reconstruct.cuh"
 
-#define EXL3_FOR_CODES(X)                                                                    \
-    X(2, 0)                                                                                  \
-    X(2, 1) X(3, 1) X(4, 0) X(4, 1) X(5, 1) X(6, 0) X(6, 1) X(7, 1) X(8, 0) X(8, 1) X(10, 0) \
-        X(10, 1) X(12, 0) X(12, 1) X(14, 0) X(14, 1) X(16, 0) X(16, 1)
-
 namespace exl3 {
 
 cudaError_t launch_reconstruct(const WeightView& w, const void* suh, const void* svh, void* out,
