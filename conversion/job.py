@@ -21,8 +21,8 @@ from torch import Tensor
 
 from exllamav3.modules.module import Module
 
+from .checkpoints import Checkpoint
 from .durable import Step, ignore_step
-from .job_folder import Checkpoint
 from .layout import describe
 from .options import ConversionOptions
 from .output import write_output
@@ -136,7 +136,7 @@ class ConversionJob:
             self._convert_mtp(reports)
         finally:
             self.listener.stop()
-        self.folder.drop_checkpoints()
+        self.folder.checkpoints.drop()
         write_output(
             self.folder, self.output, self.source, self.layout, self.options, self.listener
         )
@@ -158,10 +158,7 @@ class ConversionJob:
             self.options,
             self.listener,
         )
-        checkpoint = self.folder.load_checkpoint()
-        if checkpoint is None:
-            rows = list(self.folder.token_rows().unbind(0))
-            checkpoint = Checkpoint(0, tuple(rows), ())
+        checkpoint = self._newest_checkpoint()
         state = CalibrationState(list(checkpoint.rows), set(checkpoint.bad_rows))
         for index in range(checkpoint.next_module, len(layouts)):
             layout, last = layouts[index], index + 1 == len(layouts)
@@ -207,11 +204,22 @@ class ConversionJob:
     def _save(self, key: str, tensors: Mapping[str, Tensor], report: ModuleReport) -> None:
         self.folder.save_module(key, tensors, report.to_json())
 
+    def _newest_checkpoint(self) -> Checkpoint:
+        """The stored state that saves most work, or the token rows."""
+        stored = [self.folder.has_module(layout.key) for layout in self.layout.decoder]
+        shape = (self.options.cal_rows, self.options.cal_cols)
+        checkpoint = self.folder.checkpoints.load(
+            stored.index(False), shape[0], self.listener.message
+        )
+        if checkpoint is not None:
+            return checkpoint
+        return Checkpoint(0, tuple(self.folder.token_rows(shape).unbind(0)), ())
+
     def _maybe_checkpoint(self, next_module: int, state: CalibrationState) -> None:
         if time.monotonic() - self._last_checkpoint < self.options.checkpoint_interval:
             return
         bad_rows = tuple(sorted(state.bad_rows))
-        self.folder.save_checkpoint(Checkpoint(next_module, tuple(state.rows), bad_rows))
+        self.folder.checkpoints.save(Checkpoint(next_module, tuple(state.rows), bad_rows))
         self._last_checkpoint = time.monotonic()
 
 

@@ -1,11 +1,10 @@
-"""The work folder of a job: what is finished, and how far the calibration state has advanced.
+"""The work folder of a job: options, finished modules, and where the result went.
 
     .lock                     held by the process that works on the job
     calibration.safetensors   the token rows, fixed when the job was created
     job.json                  options, plan and source; its presence means that a job exists
     qtensors/KEY.safetensors  every output tensor of a finished module, and its report
-    ckpt/                     rows of the calibration state before module `next_module`
-    ckpt_old/, ckpt_new/      partners in the rotation of checkpoints
+    ckpt*/                    the calibration state, see `checkpoints`
     finished.json             where the result was written
 
 Every file and folder appears under its final name only when complete, so a
@@ -18,20 +17,19 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
-from exllamav3.errors import ConversionError
+from exllamav3.checkpoint.header import read_header
+from exllamav3.errors import ConversionError, FormatError
 from exllamav3.util.json_text import parse_json
 
-from .durable import PARTIAL, Step, full_disk_explained, ignore_step, sync_folder, write_json
-from .tensor_file import PendingTensor, write_tensor_file
+from .checkpoints import Checkpoints
+from .durable import PARTIAL, Step, ignore_step, write_json
+from .tensor_file import PendingTensor, read_tensor_file, write_tensor_file
 
 STEPS = (
     "module tensor",
@@ -51,15 +49,15 @@ STEPS = (
 _JOB, _FINISHED, _LOCK, _ROWS = "job.json", "finished.json", ".lock", "calibration.safetensors"
 _OURS = {_LOCK, _ROWS, _ROWS + PARTIAL, _JOB + PARTIAL}
 """What an interrupted creation can leave behind."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Calibration rows before module `next_module`; `bad_rows` are no longer advanced."""
-
-    next_module: int
-    rows: tuple[Tensor, ...]
-    bad_rows: tuple[int, ...]
+RECORD_FORMAT = 1
+"""Of job.json; a job of another format is not resumed."""
+_RECORD: dict[str, Any] = {
+    "id": str,
+    "options": dict,
+    "qkv_topology": (str, type(None)),
+    "source": str,
+}
+_NEW_JOB = "start a new job in an empty folder"
 
 
 class JobFolder:
@@ -73,6 +71,7 @@ class JobFolder:
         """
         self.path = path
         self.step = step
+        self.checkpoints = Checkpoints(path, step)
         self._made_folders = [p for p in (path, *path.parents) if not p.exists()]
         self._made_lock = not (path / _LOCK).exists()
         self._made_job = False
@@ -157,27 +156,47 @@ class JobFolder:
         """The stored record.
 
         Raises:
-            ConversionError: there is no job here, or its file is damaged.
+            ConversionError: there is no job here, its file is damaged or another version's.
         """
         if not self.has_job:
             raise ConversionError(
                 f"{self.path}: there is no job to resume here ({_JOB} is missing); start one "
                 f"without --resume"
             )
-        try:
-            record = parse_json((self.path / _JOB).read_bytes())
-        except ValueError as error:
+        record = _read_object(self.path / _JOB, _NEW_JOB)
+        if record.get("format") != RECORD_FORMAT:
             raise ConversionError(
-                f"{self.path / _JOB}: not valid JSON ({error}); start a new job in an empty folder"
-            ) from error
-        if not isinstance(record, dict):
-            raise ConversionError(f"{self.path / _JOB}: expected a JSON object")
+                f"{self.path / _JOB}: the job has format {record.get('format')!r}, this version "
+                f"resumes format {RECORD_FORMAT}; {_NEW_JOB}"
+            )
+        for key, kinds in _RECORD.items():
+            if key not in record or not isinstance(record[key], kinds):
+                raise ConversionError(
+                    f"{self.path / _JOB}: {key} is {record.get(key)!r}, not what a job stores; the "
+                    f"file is damaged, {_NEW_JOB}"
+                )
         return record
 
-    def token_rows(self) -> Tensor:
-        """int32 token rows `(rows, cols)`."""
-        with safe_open(self.path / _ROWS, "pt") as file:
-            rows: Tensor = file.get_tensor("input_ids")
+    def token_rows(self, shape: tuple[int, int]) -> Tensor:
+        """int32 token rows of the given shape `(rows, cols)`.
+
+        Raises:
+            ConversionError: they are missing or damaged.
+        """
+        path = self.path / _ROWS
+        try:
+            rows = read_tensor_file(path)[0].get("input_ids")
+        except (FormatError, FileNotFoundError) as error:
+            raise ConversionError(
+                f"{path}: the calibration rows of this job cannot be read ({error}). They decide "
+                f"about the result and are not cut a second time; {_NEW_JOB}"
+            ) from error
+        if rows is None or tuple(rows.shape) != shape:
+            found = "none" if rows is None else list(rows.shape)
+            raise ConversionError(
+                f"{path}: expected input_ids {list(shape)}, found {found}; the file is not this "
+                f"job's, {_NEW_JOB}"
+            )
         return rows
 
     # -- finished modules
@@ -199,58 +218,24 @@ class JobFolder:
         write_tensor_file(self.module_file(key), pending, metadata, self.step, "module tensor")
 
     def load_module(self, key: str) -> dict[str, Tensor]:
-        """Output tensors of a finished module, by name."""
-        with safe_open(self.module_file(key), "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        """Output tensors of a finished module, by name. FormatError when its file is damaged."""
+        return read_tensor_file(self.module_file(key))[0]
 
     def module_report(self, key: str) -> dict[str, Any]:
-        with safe_open(self.module_file(key), "pt") as file:
-            report = json.loads(file.metadata()["report"])
-        assert isinstance(report, dict)
+        """What `save_module` stored. FormatError when the file is damaged."""
+        path = self.module_file(key)
+        metadata = read_header(path).metadata
+        try:
+            report = parse_json(metadata["report"].encode())
+        except (KeyError, ValueError) as error:
+            raise FormatError(f"{path}: the report of the module is damaged ({error})") from error
+        if not isinstance(report, dict):
+            raise FormatError(f"{path}: the report of the module is no JSON object")
         return report
 
-    # -- the calibration state
-
-    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Rotate in a new checkpoint; at every moment `ckpt` or `ckpt_old` is complete."""
-        new, current, old = (self.path / name for name in ("ckpt_new", "ckpt", "ckpt_old"))
-        shutil.rmtree(new, ignore_errors=True)
-        with full_disk_explained(new):
-            new.mkdir()
-        pending = [PendingTensor.of(f"tensor.{i}", row) for i, row in enumerate(checkpoint.rows)]
-        write_tensor_file(new / "state.safetensors", pending, None, self.step, "checkpoint tensor")
-        progress = {
-            "next_module": checkpoint.next_module,
-            "bad_rows": list(checkpoint.bad_rows),
-            "rows": len(checkpoint.rows),
-        }
-        write_json(new / "state.json", progress)
-        self.step("checkpoint complete")
-        # After an interruption there may be no current one: the old one stays until there is.
-        if current.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            self.step("checkpoint old removed")
-            os.rename(current, old)
-            self.step("checkpoint set aside")
-        os.rename(new, current)
-        sync_folder(self.path)
-        self.step("checkpoint in place")
-
-    def load_checkpoint(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or None when there is none yet."""
-        for name in ("ckpt", "ckpt_old"):
-            folder = self.path / name
-            if folder.exists():
-                progress = json.loads((folder / "state.json").read_bytes())
-                with safe_open(folder / "state.safetensors", "pt") as file:
-                    rows = [file.get_tensor(f"tensor.{i}") for i in range(progress["rows"])]
-                return Checkpoint(progress["next_module"], tuple(rows), tuple(progress["bad_rows"]))
-        return None
-
-    def drop_checkpoints(self) -> None:
-        """Free the space of the calibration state once no module needs it any more."""
-        for name in ("ckpt_new", "ckpt_old", "ckpt"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
+    def discard_module(self, key: str) -> None:
+        """Forget a finished module, so that it is made again."""
+        self.module_file(key).unlink()
 
     # -- the end
 
@@ -258,9 +243,32 @@ class JobFolder:
         write_json(self.path / _FINISHED, {"out_dir": str(out_dir)})
 
     def finished_out_dir(self) -> str | None:
-        """Where the finished result went, or None while the job runs."""
+        """Where the finished result went, or None while the job runs.
+
+        Raises:
+            ConversionError: the file that says so is damaged.
+        """
         file = self.path / _FINISHED
-        return str(json.loads(file.read_bytes())["out_dir"]) if file.exists() else None
+        if not file.exists():
+            return None
+        advice = (
+            "the job was finished, and its result is complete where it has a config.json. To "
+            "write it once more, remove this file and resume with an empty output folder (-o)"
+        )
+        out_dir = _read_object(file, advice).get("out_dir")
+        if not isinstance(out_dir, str):
+            raise ConversionError(f"{file}: out_dir is {out_dir!r}, expected a path; {advice}")
+        return out_dir
+
+
+def _read_object(path: Path, advice: str) -> dict[str, Any]:
+    try:
+        obj = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ConversionError(f"{path}: not valid JSON ({error}); {advice}") from error
+    if not isinstance(obj, dict):
+        raise ConversionError(f"{path}: expected a JSON object; {advice}")
+    return obj
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

@@ -19,7 +19,6 @@ from torch import Tensor
 from exllamav3.checkpoint.header import read_header
 from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.codec.params import Codebook, bits_of_trellis
-from exllamav3.codec.tensor import PAYLOAD
 from exllamav3.errors import ConversionError
 from exllamav3.model.config import Config
 from exllamav3.model.model import Model
@@ -136,12 +135,8 @@ def _verify(
                 f"{meant.get(name, 'none of that name')}; the folder changed while it was "
                 f"written. Resume the job to write it again"
             )
-    lost = set(source.account.copied) - found.keys()
-    for module in layout.all:
-        lost |= set(module.kept) - found.keys()
-        for target in module.targets:
-            lost |= {f"{target.key}.{s}" for s in PAYLOAD} - found.keys()
-        lost |= {f"{linear.key}.weight" for linear in module.halved} - found.keys()
+    needed = set(source.account.copied).union(*(module.needed for module in layout.all))
+    lost = needed - found.keys()
     if lost:
         raise ConversionError(
             f"{written.directory}: {len(lost)} tensors are missing in the output: "

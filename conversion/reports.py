@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from exllamav3.errors import FormatError
+
 from .fidelity import Fidelity
 
 
@@ -70,9 +72,13 @@ class ModuleReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModuleReport:
-        linears = tuple(LinearReport(**linear) for linear in values["linears"])
-        bad_rows = tuple(values["bad_rows"])
-        return cls(values["key"], linears, values["bits"], bad_rows, values["seconds"])
+        """Read back what `to_json` gave. FormatError when it is something else."""
+        try:
+            linears = tuple(LinearReport(**linear) for linear in values["linears"])
+            bad_rows = tuple(values["bad_rows"])
+            return cls(values["key"], linears, values["bits"], bad_rows, values["seconds"])
+        except (KeyError, TypeError) as error:
+            raise FormatError(f"the report of a module is damaged ({error!r})") from error
 
 
 class Listener(Protocol):

@@ -19,14 +19,12 @@ from exllamav3.topology import Plan
 from . import topology_step
 from .calibration import calibration_rows
 from .durable import Step
-from .job_folder import JobFolder
+from .job_folder import RECORD_FORMAT, JobFolder
 from .layout import JobLayout, check_space, job_layout
 from .options import ConversionOptions, resume_options
 from .output_folder import OutputFolder
+from .recovery import discard_damaged
 from .source import Source
-
-RECORD_FORMAT = 1
-"""Of job.json; a job of another format is not resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +89,6 @@ def start_resumed(
 def _resume(folder: JobFolder, given: Mapping[str, Any], plan_path: str | None) -> StartedJob:
     record = folder.read_record()
     where = str(folder.path / "job.json")
-    if record.get("format") != RECORD_FORMAT:
-        raise ConversionError(
-            f"{where}: the job has format {record.get('format')!r}, this version resumes format "
-            f"{RECORD_FORMAT}; start a new job in an empty folder"
-        )
     stored = ConversionOptions.from_json(record["options"], where)
     options, changed = resume_options(stored, given, where)
     _check_paths(options)
@@ -108,10 +101,12 @@ def _resume(folder: JobFolder, given: Mapping[str, Any], plan_path: str | None) 
             f"or shards differ); restore it, or start a new job"
         )
     layout = job_layout(source, options, plan)
-    notes = _notes(folder, layout, options, changed)
+    notes: tuple[str, ...] = ()
     output = OutputFolder(Path(options.out_dir), record["id"])
     if not is_finished(folder, options):
         output.claim()
+        notes = discard_damaged(folder, layout)
+    notes += _notes(folder, layout, options, changed)
     if changed:
         folder.write_record(_record(output.job_id, options, plan, source))
     return StartedJob(folder, output, options, source, layout, notes)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from exllamav3.codec.params import Codebook, pad_to_block
+from exllamav3.codec.tensor import PAYLOAD
 from exllamav3.errors import ConversionError
 from exllamav3.modules.linear import Linear
 from exllamav3.modules.module import Module
@@ -70,6 +71,12 @@ class ModuleLayout:
     targets: tuple[QuantTarget, ...]
     kept: tuple[str, ...]
     halved: tuple[Linear, ...]
+
+    @property
+    def needed(self) -> set[str]:
+        """Names of the output tensors, without markers and biases."""
+        payload = {f"{target.key}.{suffix}" for target in self.targets for suffix in PAYLOAD}
+        return payload | set(self.kept) | {f"{linear.key}.weight" for linear in self.halved}
 
 
 def allocate_model(

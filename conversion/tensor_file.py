@@ -1,4 +1,4 @@
-"""Writing safetensors files one tensor at a time.
+"""Writing safetensors files one tensor at a time, and reading whole ones back.
 
 Sizes are known before the first byte, so the header is written first and each
 tensor is fetched only when its turn comes: memory holds one tensor, not a shard.
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from exllamav3.checkpoint.header import read_header
 from exllamav3.errors import FormatError
 from exllamav3.modules.module import DTYPE_NAMES
 
@@ -90,6 +92,20 @@ def write_tensor_file(
                 file.flush()
                 step(step_name)
             file.write(_bytes_of(tensor, path))
+
+
+def read_tensor_file(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """All tensors of a file by name, and its metadata.
+
+    Raises:
+        FormatError: the file is truncated or otherwise damaged.
+    """
+    header = read_header(path)
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in header.tensors}, header.metadata
+    except SafetensorError as error:
+        raise FormatError(f"{path}: cannot be read ({error}); the file is damaged") from error
 
 
 def _bytes_of(pending: PendingTensor, path: Path) -> Any:

@@ -71,7 +71,7 @@ def read_header(path: Path) -> Header:
         if len(prefix) < 8 or length > min(size_bytes - 8, MAX_HEADER_BYTES):
             raise FormatError(
                 f"{path}: {size_bytes} bytes, but its first 8 bytes announce a header of {length} "
-                f"bytes; the file is truncated or not safetensors, fetch it again"
+                f"bytes; the file is truncated or not safetensors, fetch or make it again"
             )
         raw = file.read(length)
     entries = _parse_json(raw, path)
@@ -167,5 +167,5 @@ def _check_ranges(ranges: list[tuple[int, int, str]], data_bytes: int, path: Pat
     if expected != data_bytes:
         raise FormatError(
             f"{path}: the header describes {expected} bytes of data, the file holds {data_bytes}; "
-            f"it is truncated or damaged, fetch it again"
+            f"it is truncated or damaged, fetch or make it again"
         )

@@ -8,7 +8,8 @@ import shutil
 
 import pytest
 import torch
-from exllamav3.conversion.job_folder import Checkpoint, JobFolder
+from exllamav3.conversion.checkpoints import Checkpoint
+from exllamav3.conversion.job_folder import JobFolder
 
 from exllamav3.errors import ConversionError
 
@@ -51,13 +52,13 @@ def test_a_module_interrupted_while_it_is_written_does_not_exist(tmp_path):
 
 def test_the_newest_checkpoint_is_loaded(tmp_path):
     with JobFolder(tmp_path) as folder:
-        assert folder.load_checkpoint() is None
+        assert folder.checkpoints.load(9, 3, print) is None
         for number in (1, 2, 3):
-            folder.save_checkpoint(Checkpoint(number, rows(number), (number,)))
-        found = folder.load_checkpoint()
+            folder.checkpoints.save(Checkpoint(number, rows(number), (number - 1,)))
+        found = folder.checkpoints.load(9, 3, print)
     assert found is not None
     assert found.next_module == 3
-    assert found.bad_rows == (3,)
+    assert found.bad_rows == (2,)
     assert all(torch.equal(a, b) for a, b in zip(found.rows, rows(3), strict=True))
 
 
@@ -73,32 +74,32 @@ def test_the_newest_checkpoint_is_loaded(tmp_path):
 )
 def test_an_interrupted_rotation_leaves_a_complete_checkpoint(tmp_path, point, expected):
     with JobFolder(tmp_path) as folder:
-        folder.save_checkpoint(Checkpoint(1, rows(1), ()))
-        folder.save_checkpoint(Checkpoint(2, rows(2), ()))
+        folder.checkpoints.save(Checkpoint(1, rows(1), ()))
+        folder.checkpoints.save(Checkpoint(2, rows(2), ()))
     with JobFolder(tmp_path, stop_at(point)) as folder, pytest.raises(Stopped):
-        folder.save_checkpoint(Checkpoint(3, rows(3), ()))
+        folder.checkpoints.save(Checkpoint(3, rows(3), ()))
     with JobFolder(tmp_path) as folder:
-        found = folder.load_checkpoint()
+        found = folder.checkpoints.load(9, 3, print)
         assert found is not None
         assert found.next_module == expected
         assert torch.equal(found.rows[0], rows(expected)[0])
-        folder.save_checkpoint(Checkpoint(4, rows(4), ()))
-        again = folder.load_checkpoint()
+        folder.checkpoints.save(Checkpoint(4, rows(4), ()))
+        again = folder.checkpoints.load(9, 3, print)
         assert again is not None
         assert again.next_module == 4
 
 
 def test_a_full_disk_during_a_checkpoint_keeps_the_one_before(tmp_path):
     with JobFolder(tmp_path) as folder:
-        folder.save_checkpoint(Checkpoint(1, rows(1), ()))
+        folder.checkpoints.save(Checkpoint(1, rows(1), ()))
 
     def full(name: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with JobFolder(tmp_path, full) as folder:
         with pytest.raises(ConversionError, match=r"Finished modules are kept.*--resume"):
-            folder.save_checkpoint(Checkpoint(2, rows(2), ()))
-        found = folder.load_checkpoint()
+            folder.checkpoints.save(Checkpoint(2, rows(2), ()))
+        found = folder.checkpoints.load(9, 3, print)
     assert found is not None
     assert found.next_module == 1
 
@@ -130,7 +131,7 @@ def test_a_folder_with_a_job_is_not_started_anew(tmp_path):
         folder.create({"format": 1}, torch.zeros(2, 3, dtype=torch.int32))
         with pytest.raises(ConversionError, match="holds a job already; continue it with --resume"):
             folder.check_empty()
-        assert folder.token_rows().shape == (2, 3)
+        assert folder.token_rows((2, 3)).shape == (2, 3)
 
 
 def test_a_folder_with_something_else_is_refused(tmp_path):
@@ -161,8 +162,8 @@ def test_a_missing_or_damaged_job_is_named(tmp_path):
 
 def test_checkpoints_are_dropped_when_no_module_needs_them(tmp_path):
     with JobFolder(tmp_path) as folder:
-        folder.save_checkpoint(Checkpoint(1, rows(1), ()))
-        folder.save_checkpoint(Checkpoint(2, rows(2), ()))
-        folder.drop_checkpoints()
-        assert folder.load_checkpoint() is None
+        folder.checkpoints.save(Checkpoint(1, rows(1), ()))
+        folder.checkpoints.save(Checkpoint(2, rows(2), ()))
+        folder.checkpoints.drop()
+        assert folder.checkpoints.load(9, 3, print) is None
     shutil.rmtree(tmp_path)
