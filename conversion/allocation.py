@@ -10,7 +10,7 @@ ceiling of the mean, and half steps are never allocated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -60,12 +60,6 @@ def allocate_bits(linears: Sequence[BudgetedLinear], bits: float, layers: int) -
                 allocated[member.key] += 1
             remaining -= cost
     return allocated
-
-
-def mean_bits(weights: Mapping[str, int], bits: Mapping[str, int]) -> float:
-    """Bits per weight over the keys of `weights`; 0.0 when there are none."""
-    total = sum(weights.values())
-    return sum(weights[key] * bits[key] for key in weights) / total if total else 0.0
 
 
 def summary_lines(bits: Iterable[tuple[str, int]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -11,7 +12,7 @@ from .fidelity import Fidelity
 from .reports import LinearReport, ModuleReport
 
 _ETA_MODULES = 8
-"""The estimate averages the times of the last modules; the first ones are not typical."""
+"""The estimate looks at the last quantized modules; the first ones are not typical."""
 
 
 class ConsoleListener:
@@ -23,8 +24,9 @@ class ConsoleListener:
         self._progress: Progress | None = None
         self._stage: TaskID | None = None
         self._modules: TaskID | None = None
-        self._total = self._done = 0
-        self._seconds: list[float] = []
+        self._weights: dict[str, int] = {}
+        self._done = 0
+        self._pace: list[tuple[float, int]] = []
         self._last = time.monotonic()
 
     def message(self, text: str) -> None:
@@ -34,8 +36,8 @@ class ConsoleListener:
         if self._verbose:
             self.message(text)
 
-    def start(self, modules: int, finished: int) -> None:
-        self._total, self._done, self._last = modules, finished, time.monotonic()
+    def start(self, weights: Mapping[str, int], skipped: int) -> None:
+        self._weights, self._done, self._last = dict(weights), skipped, time.monotonic()
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.description}"),
@@ -46,7 +48,7 @@ class ConsoleListener:
                 transient=True,
             )
             self._modules = self._progress.add_task(
-                "modules", total=modules, completed=finished, note=""
+                "modules", total=skipped + len(weights), completed=skipped, note=""
             )
             self._stage = self._progress.add_task("", total=1, note="")
             self._progress.start()
@@ -65,8 +67,10 @@ class ConsoleListener:
     def module(self, report: ModuleReport, fidelity: Fidelity | None, resumed: bool) -> None:
         self._done += 1
         now = time.monotonic()
-        self._seconds.append(now - self._last)
-        self._last = now
+        seconds, self._last = now - self._last, now
+        weights = self._weights.pop(report.key, 0)
+        if weights:
+            self._pace.append((seconds, weights))
         parts = [f"{report.key:<54}"]
         if report.bits:
             parts.append(f"{report.bits:5.2f} bpw")
@@ -77,7 +81,7 @@ class ConsoleListener:
             )
         if report.bad_rows:
             parts.append(f"{len(report.bad_rows)} rows dropped (not finite)")
-        parts.append("resumed" if resumed else f"{report.seconds:.1f} s")
+        parts.append("resumed" if resumed else f"{seconds:.1f} s")
         parts.append(self._eta())
         self.message("-- " + "  ".join(part for part in parts if part))
         if self._progress is not None and self._modules is not None:
@@ -89,11 +93,13 @@ class ConsoleListener:
             self._progress = None
 
     def _eta(self) -> str:
-        left = self._total - self._done
-        if left <= 0 or not self._seconds:
+        """Time left at the pace of the last quantized modules, everything about them included."""
+        left = sum(self._weights.values())
+        recent = self._pace[-_ETA_MODULES:]
+        if not left or not recent:
             return ""
-        recent = self._seconds[-_ETA_MODULES:]
-        return f"ETA {_clock(left * sum(recent) / len(recent))}"
+        per_weight = sum(seconds for seconds, _ in recent) / sum(weights for _, weights in recent)
+        return f"ETA {_clock(left * per_weight)}"
 
 
 def _clock(seconds: float) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exllamav3.codec.bit_rate import BitRate
 from exllamav3.modules.module import Module
 
 from .checkpoints import Checkpoint
@@ -37,13 +38,18 @@ class ConversionResult:
     """What a finished job made.
 
     out_dir: the checkpoint folder
-    mean_bits: achieved over the budgeted linears
+    rate: mean bits per weight, without and with the head
     modules: one report per top-level module, decoder first; empty if it was finished before
     """
 
     out_dir: Path
-    mean_bits: float
+    rate: BitRate
     modules: tuple[ModuleReport, ...]
+
+    @property
+    def mean_bits(self) -> float:
+        """Achieved over the decoder's linears, which share the budget; 0 without any."""
+        return self.rate.decoder or 0.0
 
 
 class ConversionJob:
@@ -125,14 +131,16 @@ class ConversionJob:
         if is_finished(self.folder, self.options):
             self.output.release()
             self.listener.message(f"{self.options.out_dir}: this job is finished already")
-            return ConversionResult(self.output.path, self.layout.mean_bits, ())
+            return ConversionResult(self.output.path, self.layout.rate, ())
         for line in describe(self.layout, self.source, self.options):
             self.listener.message(line)
         reports: list[ModuleReport] = []
-        finished = sum(self.folder.has_module(module.key) for module in self.layout.all)
-        self.listener.start(len(self.layout.all), finished)
+        checkpoint = self._newest_checkpoint()
+        pending = self._pending(checkpoint)
+        self.listener.start(pending, len(self.layout.all) - len(pending))
         try:
-            self._convert_decoder(reports)
+            if checkpoint is not None:
+                self._convert_decoder(checkpoint, reports)
             self._convert_mtp(reports)
         finally:
             self.listener.stop()
@@ -143,12 +151,23 @@ class ConversionJob:
         self.folder.step("before finished")
         self.folder.mark_finished(self.output.path.absolute())
         self.output.release()
-        return ConversionResult(self.output.path, self.layout.mean_bits, tuple(reports))
+        return ConversionResult(self.output.path, self.layout.rate, tuple(reports))
 
-    def _convert_decoder(self, reports: list[ModuleReport]) -> None:
+    def _pending(self, checkpoint: Checkpoint | None) -> dict[str, int]:
+        """Modules that will be passed, and how many weights of each have to be quantized."""
+        pending = {}
+        for number, module in enumerate(self.layout.all):
+            done = self.folder.has_module(module.key)
+            again = checkpoint is not None and (
+                checkpoint.next_module <= number < len(self.layout.decoder)
+            )
+            if again or not done:
+                weights = sum(target.weights for target in module.targets)
+                pending[module.key] = 0 if done else weights
+        return pending
+
+    def _convert_decoder(self, checkpoint: Checkpoint, reports: list[ModuleReport]) -> None:
         layouts = self.layout.decoder
-        if all(self.folder.has_module(layout.key) for layout in layouts):
-            return
         devices = [torch.device(name) for name in self.options.devices]
         topology = self.layout.topology
         pipeline = ModulePipeline(
@@ -158,7 +177,6 @@ class ConversionJob:
             self.options,
             self.listener,
         )
-        checkpoint = self._newest_checkpoint()
         state = CalibrationState(list(checkpoint.rows), set(checkpoint.bad_rows))
         for index in range(checkpoint.next_module, len(layouts)):
             layout, last = layouts[index], index + 1 == len(layouts)
@@ -204,9 +222,11 @@ class ConversionJob:
     def _save(self, key: str, tensors: Mapping[str, Tensor], report: ModuleReport) -> None:
         self.folder.save_module(key, tensors, report.to_json())
 
-    def _newest_checkpoint(self) -> Checkpoint:
-        """The stored state that saves most work, or the token rows."""
+    def _newest_checkpoint(self) -> Checkpoint | None:
+        """The stored state that saves most work, or the token rows; None if none is needed."""
         stored = [self.folder.has_module(layout.key) for layout in self.layout.decoder]
+        if all(stored):
+            return None
         shape = (self.options.cal_rows, self.options.cal_cols)
         checkpoint = self.folder.checkpoints.load(
             stored.index(False), shape[0], self.listener.message

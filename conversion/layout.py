@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from exllamav3.checkpoint.header import DTYPE_BITS
+from exllamav3.codec.bit_rate import BitRate
 from exllamav3.errors import ConversionError
 from exllamav3.topology import Plan, ResolvedTopology
 
@@ -25,13 +26,18 @@ CHECKPOINTS_ON_DISK = 3
 class JobLayout:
     """decoder and mtp: one entry per top-level module, in output order.
 
-    mean_bits: achieved over the budgeted linears, as they will be stored
+    rate: mean bits per weight, as they will be stored
     """
 
     decoder: tuple[ModuleLayout, ...]
     mtp: tuple[ModuleLayout, ...]
     topology: ResolvedTopology | None
-    mean_bits: float
+    rate: BitRate
+
+    @property
+    def mean_bits(self) -> float:
+        """Achieved over the decoder's linears, which share the budget; 0 without any."""
+        return self.rate.decoder or 0.0
 
     @property
     def all(self) -> tuple[ModuleLayout, ...]:
@@ -50,7 +56,7 @@ def job_layout(source: Source, options: ConversionOptions, plan: Plan | None) ->
     topology = topology_step.resolve(plan, source, options, bits) if plan is not None else None
     decoder = tuple(module_layout(m, names, bits, options, topology) for m in modules)
     mtp = tuple(module_layout(m, names, {}, options, None, calibrated=False) for m in source.mtp())
-    return JobLayout(decoder, mtp, topology, achieved_bits(decoder, bits))
+    return JobLayout(decoder, mtp, topology, achieved_bits(decoder + mtp))
 
 
 def describe(layout: JobLayout, source: Source, options: ConversionOptions) -> list[str]:
@@ -64,23 +70,23 @@ def describe(layout: JobLayout, source: Source, options: ConversionOptions) -> l
         f"output      {options.out_dir}",
         f"calibration {options.cal_rows} rows x {options.cal_cols} tokens, "
         f"{options.cal_data or 'bundled text'}",
-        f"bits        {options.bits:g} asked, {layout.mean_bits:.2f} achieved; head "
-        f"{_rate(options.head_bits)}; codebook {options.codebook}, output scales "
-        f"{options.out_scales}; seed {options.seed}; on {', '.join(options.devices)}",
+        f"bits        per weight: {options.bits:g} asked, achieved {layout.rate}",
+        f"settings    codebook {options.codebook}, output scales {options.out_scales}, seed "
+        f"{options.seed}, on {', '.join(options.devices)}",
     ]
     lines += [f"  {line}" for line in summary_lines((t.key, t.bits) for t in targets)]
     if layout.mtp:
-        lines.append(f"MTP head    {_rate(options.mtp_bits)}, uncalibrated")
+        rate = f"{options.mtp_bits} bits"
+        lines.append(
+            f"MTP head    {'as it is' if options.mtp_bits == UNQUANTIZED_BITS else rate}, "
+            f"uncalibrated"
+        )
     if tensors.copied:
         lines.append(f"copied      {len(tensors.copied)} tensors as they are in the source")
     lines += [f"dropped     {name}: {reason}" for name, reason in tensors.dropped]
     if layout.topology is not None:
         lines += [f"topology    {row.layer}: {row.variant}" for row in layout.topology.rows]
     return lines
-
-
-def _rate(bits: int) -> str:
-    return "unquantized" if bits == UNQUANTIZED_BITS else f"{bits} bits"
 
 
 def output_bytes(layout: JobLayout, source: Source) -> int:
@@ -125,7 +131,8 @@ def check_space(layout: JobLayout, source: Source, options: ConversionOptions) -
             raise ConversionError(
                 f"{' and '.join(map(str, folders[system]))}: the job needs about "
                 f"{_gigabytes(size_bytes)} here, {_gigabytes(free_bytes)} are free; make space, "
-                f"choose other folders (-w, -o), or calibrate with fewer rows (-cr)"
+                f"choose other folders (-w, -o), or calibrate with fewer or shorter "
+                f"rows (-cr, -cc)"
             )
 
 

@@ -6,6 +6,7 @@ and the plan: the output is a function of the three (docs/conversion.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -143,7 +144,7 @@ def _problems(options: ConversionOptions) -> list[str]:
     )
     for name in ("shard_size", "cal_rows", "cal_cols"):
         expect(getattr(options, name) >= 1, name, "a positive integer")
-    expect(options.checkpoint_interval >= 0, "checkpoint_interval", "seconds, 0 or more")
+    expect(0 <= options.checkpoint_interval < math.inf, "checkpoint_interval", "seconds, 0 or more")
     expect(options.codebook in CODEBOOKS, "codebook", f"one of {', '.join(CODEBOOKS)}")
     expect(options.out_scales in SCALES, "out_scales", f"one of {', '.join(SCALES)}")
     expect(options.seed >= 0, "seed", "an integer, 0 or more")

@@ -59,6 +59,7 @@ class ModuleReport:
 
     bits: mean bits per stored weight over all its tensors, scales and norms included
     bad_rows: calibration rows whose output is not finite, dropped from here on
+    seconds: spent on capturing and quantizing
     """
 
     key: str
@@ -92,8 +93,14 @@ class Listener(Protocol):
         """One line that only verbose output shows."""
         ...
 
-    def start(self, modules: int, finished: int) -> None:
-        """The module loop begins; `finished` modules are skipped."""
+    def start(self, weights: Mapping[str, int], skipped: int) -> None:
+        """The module loop begins.
+
+        Args:
+            weights: by key, how many weights have to be quantized in each module that the loop
+                will pass; 0 for one that an earlier run has quantized.
+            skipped: finished modules that the loop does not pass.
+        """
         ...
 
     def stage(self, key: str, name: str, total: float) -> None:
@@ -124,7 +131,7 @@ class Silent:
 
     def detail(self, text: str) -> None: ...
 
-    def start(self, modules: int, finished: int) -> None: ...
+    def start(self, weights: Mapping[str, int], skipped: int) -> None: ...
 
     def stage(self, key: str, name: str, total: float) -> None: ...
 

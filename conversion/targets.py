@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from exllamav3.codec.bit_rate import HEAD, BitRate, bit_rate
 from exllamav3.codec.params import Codebook, pad_to_block
 from exllamav3.codec.tensor import PAYLOAD
 from exllamav3.errors import ConversionError
@@ -16,7 +17,7 @@ from exllamav3.modules.linear import Linear
 from exllamav3.modules.module import Module
 from exllamav3.topology import COMPONENTS, FUSED_NAME, ResolvedTopology
 
-from .allocation import BudgetedLinear, allocate_bits, mean_bits
+from .allocation import BudgetedLinear, allocate_bits
 from .options import UNQUANTIZED_BITS, ConversionOptions
 
 
@@ -113,16 +114,15 @@ def _budgeted(module: Module, inherited: int = 0) -> list[tuple[Linear, int]]:
     return found
 
 
-def achieved_bits(layouts: Sequence[ModuleLayout], budgeted: Collection[str]) -> float:
-    """Mean bits per stored weight of the budgeted linears as they will be written."""
-    targets = [
-        target
-        for layout in layouts
-        for target in layout.targets
-        if target.components[0].key in budgeted
-    ]
-    weights = {target.key: target.weights for target in targets}
-    return mean_bits(weights, {target.key: target.bits for target in targets})
+def achieved_bits(layouts: Sequence[ModuleLayout]) -> BitRate:
+    """Mean bits per stored weight as the linears will be written."""
+    rated: list[tuple[str, int, float]] = []
+    for layout in layouts:
+        rated += [(target.key, target.weights, target.bits) for target in layout.targets]
+        for linear in layout.halved:
+            if linear.key == HEAD:
+                rated.append((HEAD, linear.in_features * linear.out_features, UNQUANTIZED_BITS))
+    return bit_rate(rated)
 
 
 def module_layout(

@@ -13,12 +13,15 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from exllamav3.conversion import ConversionJob, ConversionOptions, pipeline
+from exllamav3.conversion.reports import Silent
 from safetensors.torch import save_file
 from tiny_models import llama_config, random_tensors, write_folder
 
 from exllamav3.codec.tensor import Exl3Tensor
+from exllamav3.errors import ConversionError
 from exllamav3.quant import QuantReport
 
 CALIBRATION = "calibration.safetensors"
@@ -108,3 +111,51 @@ def run_in_child(
         job = ConversionJob.create(options, plan, step=step)
     with job:
         job.run()
+
+
+def stop_at(wanted: str, occurrence: int = 1, error: type[BaseException] = KeyboardInterrupt):
+    """A step function that raises at the n-th step of a name."""
+    seen = 0
+
+    def step(name: str) -> None:
+        nonlocal seen
+        seen += name == wanted
+        if name == wanted and seen == occurrence:
+            raise error
+
+    return step
+
+
+def interrupt(options, wanted="module tensor", occurrence=3, **create) -> None:
+    """Create a job and stop it at a step."""
+    with (
+        ConversionJob.create(options, step=stop_at(wanted, occurrence), **create) as job,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        job.run()
+
+
+def refused(options, message: str, error=ConversionError) -> None:
+    """A new job is refused, and neither a job nor a result is there."""
+    with pytest.raises(error, match=message):
+        ConversionJob.create(options)
+    assert not (Path(options.out_dir) / "config.json").exists() or options.out_dir == options.in_dir
+    assert not (Path(options.work_dir) / "job.json").exists()
+
+
+class Recorder(Silent):
+    """Keeps what a job says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.modules: list[tuple[str, bool, bool]] = []
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+    def module(self, report, fidelity, resumed) -> None:
+        self.modules.append((report.key, fidelity is not None, resumed))
+
+    def made(self) -> list[str]:
+        """Modules that this run has quantized."""
+        return [key for key, _, resumed in self.modules if not resumed]

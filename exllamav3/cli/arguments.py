@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 import torch
 
@@ -28,6 +29,30 @@ def thread_count(text: str) -> int:
     if value > MAX_THREADS:
         raise argparse.ArgumentTypeError(f"{text} is more than {MAX_THREADS}")
     return value
+
+
+def count(text: str) -> int:
+    """An integer of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
+    return value
+
+
+def number(low: float, high: float, above_low: bool = False) -> Callable[[str], float]:
+    """Type of a number from `low` to `high`, without `low` itself if `above_low`; no NaN."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not low <= value <= high or (above_low and value == low):
+            start = f"above {low:g} and at most" if above_low else f"from {low:g} to"
+            raise argparse.ArgumentTypeError(f"{text} is not a number {start} {high:g}")
+        return value
+
+    return parse
 
 
 def add_runtime_options(parser: argparse.ArgumentParser) -> None:

@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"\ninterrupted; finished modules are kept. Continue with: {command}", file=sys.stderr
         )
         return EXIT_INTERRUPTED
-    listener.message(f"done        {result.out_dir}  ({result.mean_bits:.2f} bits per weight)")
+    listener.message(f"done        {result.out_dir}  (bits per weight: {result.rate})")
     return 0
 
 

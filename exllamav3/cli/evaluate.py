@@ -12,6 +12,7 @@ from exllamav3.cli.arguments import add_runtime_options, build_model, load_model
 from exllamav3.cli.output import progress_bar
 from exllamav3.errors import FormatError
 from exllamav3.evaluation import Evaluation, evaluate, token_rows
+from exllamav3.model.model import Model
 from exllamav3.tokenizer import Tokenizer
 
 BUNDLED_TEXT = Path(__file__).parents[2] / "examples" / "text" / "evaluation.txt"
@@ -38,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
 
     model = build_model(arguments.directory)
     reference = build_model(arguments.reference) if arguments.reference else None
+    if reference is not None:
+        _check_vocabularies(model, reference)
     ids_RT = token_rows(
         Tokenizer.from_config(model.config),
         _read_text(arguments.text),
@@ -55,6 +58,17 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(describe(result))
     return 0
+
+
+def _check_vocabularies(model: Model, reference: Model) -> None:
+    """Refuse a reference that predicts other tokens, before any weight is read."""
+    sizes = [one.config.vocab_size for one in (model, reference)]
+    if sizes[0] != sizes[1]:
+        raise FormatError(
+            f"--reference {reference.config.directory}: its vocabulary has {sizes[1]} entries, "
+            f"that of {model.config.directory} {sizes[0]}; only models with the same vocabulary "
+            f"can be compared"
+        )
 
 
 def to_obj(result: Evaluation, directory: str, reference: str | None) -> dict[str, object]:

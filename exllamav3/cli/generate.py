@@ -9,10 +9,18 @@ from collections.abc import Sequence
 import torch
 
 from exllamav3.cache import PAGE_SIZE, Cache
-from exllamav3.cli.arguments import add_runtime_options, build_model, load_model, positive_int
+from exllamav3.cli.arguments import (
+    add_runtime_options,
+    build_model,
+    count,
+    load_model,
+    number,
+    positive_int,
+)
 from exllamav3.errors import FormatError
 from exllamav3.generator import ComboSampler, DefaultSampler, Generator, GreedySampler, Job, Sampler
 from exllamav3.generator.job import Result
+from exllamav3.generator.sampling_steps import LARGEST
 from exllamav3.tokenizer import Tokenizer
 
 
@@ -67,13 +75,14 @@ def _parser() -> argparse.ArgumentParser:
     sampling = parser.add_argument_group("sampling", "default: min-p 0.08, then temperature 0.8")
     add = sampling.add_argument
     add("--greedy", action="store_true", help="always the likeliest token")
-    add("--temperature", type=float)
-    add("--min-p", type=float)
-    add("--top-k", type=int)
-    add("--top-p", type=float)
-    add("--repetition-penalty", type=float, metavar="P")
-    add("--presence-penalty", type=float, metavar="P")
-    add("--frequency-penalty", type=float, metavar="P")
+    signed = number(-LARGEST, LARGEST)
+    add("--temperature", type=number(0, LARGEST))
+    add("--min-p", type=number(0, 1))
+    add("--top-k", type=count)
+    add("--top-p", type=number(0, 1))
+    add("--repetition-penalty", type=number(0, LARGEST, above_low=True), metavar="P")
+    add("--presence-penalty", type=signed, metavar="P")
+    add("--frequency-penalty", type=signed, metavar="P")
     add_runtime_options(parser)
     return parser
 

@@ -11,6 +11,7 @@ from typing import Any
 from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.cli.inventory import Entry, take_inventory, to_obj, totals
 from exllamav3.cli.output import human_bytes, print_table
+from exllamav3.codec.bit_rate import BitRate
 from exllamav3.model.config import Config
 from exllamav3.topology import declaration_in_config
 
@@ -72,10 +73,10 @@ def _print(report: dict[str, Any]) -> None:
     if total["exl3_linears"]:
         stored = 8 * total["exl3_bytes"] / total["exl3_weights"]
         print(
-            f"{total['exl3_linears']} EXL3 linears: {total['exl3_weights']:,} weights at "
-            f"{total['mean_bits']:.2f} bits ({stored:.2f} with scales), "
-            f"{human_bytes(total['exl3_bytes'])}"
+            f"{total['exl3_linears']} EXL3 linears: {total['exl3_weights']:,} weights, "
+            f"{human_bytes(total['exl3_bytes'])}, {stored:.2f} bits per weight with scales"
         )
+        print(f"bits per weight: {BitRate(**total['bits_per_weight'])}")
     print(f"{total['entries']} weights, {human_bytes(total['size_bytes'])}")
 
 

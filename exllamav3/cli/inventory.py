@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from exllamav3.checkpoint.header import DTYPE_BITS
+from exllamav3.codec.bit_rate import HEAD, bit_rate
 from exllamav3.codec.params import Codebook, bits_of_trellis
 from exllamav3.codec.tensor import EXL3_SUFFIXES, is_exl3
 from exllamav3.errors import FormatError
@@ -70,16 +71,16 @@ def take_inventory(
 
 
 def totals(entries: list[Entry]) -> dict[str, Any]:
-    """Sums over entries; `mean_bits` is the mean K over the weights of EXL3 linears."""
+    """Sums over entries; `bits_per_weight` as `codec.bit_rate`, None without EXL3 linears."""
     quantized = [entry for entry in entries if entry.kind == "exl3"]
-    weights = sum(entry.numel for entry in quantized)
-    bits = sum(entry.numel * (entry.K or 0) for entry in quantized)
+    rated = [(entry.key, entry.numel, float(entry.K or 0)) for entry in quantized]
+    rated += [(HEAD, e.numel, DTYPE_BITS[e.dtype]) for e in entries if e.key == f"{HEAD}.weight"]
     return {
         "entries": len(entries),
         "exl3_linears": len(quantized),
-        "exl3_weights": weights,
+        "exl3_weights": sum(entry.numel for entry in quantized),
         "exl3_bytes": sum(entry.size_bytes for entry in quantized),
-        "mean_bits": bits / weights if weights else None,
+        "bits_per_weight": asdict(bit_rate(rated)) if quantized else None,
         "size_bytes": sum(entry.size_bytes for entry in entries),
     }
 

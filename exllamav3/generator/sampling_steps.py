@@ -16,6 +16,8 @@ from torch import Tensor
 from exllamav3.errors import FormatError
 
 EXCLUDED = -math.inf
+LARGEST = 1e30
+"""Bound of penalties and temperatures: products with logits and counts stay inside float32."""
 
 
 class SamplingStep(Protocol):
@@ -38,7 +40,7 @@ class RepetitionPenalty:
     last_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check("RepetitionPenalty", "penalty", self.penalty, 0, math.inf, open_low=True)
+        _check("RepetitionPenalty", "penalty", self.penalty, 0, LARGEST, open_low=True)
 
     def apply(self, logits_V: Tensor, past_T: Tensor) -> Tensor:
         """Return the transformed logits."""
@@ -61,6 +63,10 @@ class PresenceFrequencyPenalty:
     frequency: float = 0.0
     last_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("presence", "frequency"):
+            _check("PresenceFrequencyPenalty", name, getattr(self, name), -LARGEST, LARGEST)
+
     def apply(self, logits_V: Tensor, past_T: Tensor) -> Tensor:
         """Return the transformed logits."""
         seen, counts = _window(past_T, self.last_tokens).unique(return_counts=True)
@@ -77,11 +83,11 @@ class Temperature:
     temperature: float
 
     def __post_init__(self) -> None:
-        _check("Temperature", "temperature", self.temperature, 0, math.inf)
+        _check("Temperature", "temperature", self.temperature, 0, LARGEST)
 
     def apply(self, logits_V: Tensor, past_T: Tensor) -> Tensor:
         """Return the transformed logits."""
-        if self.temperature == 0:
+        if self.temperature < 1 / LARGEST:  # the quotient would leave float32
             return TopK(1).apply(logits_V, past_T)
         return logits_V if self.temperature == 1 else logits_V / self.temperature
 

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion_support import folder_bytes, job_options, stand_in_quantize, write_source
+from conversion_support import (
+    Recorder,
+    folder_bytes,
+    interrupt,
+    job_options,
+    stand_in_quantize,
+    write_source,
+)
 from exllamav3.conversion import ConversionJob, convert, pipeline
-from exllamav3.conversion.reports import Silent
 from safetensors.torch import load_file, save_file
 from tiny_models import llama_config
 
@@ -25,21 +31,6 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(pipeline, "quantize_linear", stand_in_quantize)
 
 
-class Recorder(Silent):
-    """Keeps what a job says, and which modules it made."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.made: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.lines.append(text)
-
-    def module(self, report, fidelity, resumed) -> None:
-        if not resumed:
-            self.made.append(report.key)
-
-
 class Job:
     """A source, a work folder interrupted before the head, and the bytes of a whole job."""
 
@@ -48,16 +39,7 @@ class Job:
         self.expected = folder_bytes(convert(job_options(self.source, root / "whole")).out_dir)
         self.root = root / "stopped"
         self.options = job_options(self.source, self.root)
-        seen = 0
-
-        def step(name: str) -> None:
-            nonlocal seen
-            seen += name == "module tensor"
-            if seen == len(MODULES):
-                raise KeyboardInterrupt
-
-        with ConversionJob.create(self.options, step=step) as job, pytest.raises(KeyboardInterrupt):
-            job.run()
+        interrupt(self.options, occurrence=len(MODULES))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +90,7 @@ def test_a_damaged_module_is_made_again_and_the_bytes_are_the_same(stopped, work
     damage(path)
     found, listener = resume(work)
     assert found == stopped.expected
-    assert listener.made == [key, "lm_head"]
+    assert listener.made() == [key, "lm_head"]
     said = [line for line in listener.lines if line.startswith(str(path))]
     assert said == [] if damage is Path.unlink else "is made again" in said[0]
 
@@ -138,7 +120,7 @@ def test_a_damaged_checkpoint_costs_time_only(stopped, work, folders, name, dama
         damage(work / folder / name)
     found, listener = resume(work)
     assert found == stopped.expected
-    assert listener.made == ["lm_head"]
+    assert listener.made() == ["lm_head"]
     assert sum("this checkpoint is dropped" in line for line in listener.lines) == len(folders)
 
 
@@ -158,7 +140,7 @@ def test_with_checkpoints_and_a_module_damaged_everything_is_still_made(stopped,
     empty(work / "qtensors" / "model.layers.1.safetensors")
     found, listener = resume(work)
     assert found == stopped.expected
-    assert listener.made == ["model.layers.1", "lm_head"]
+    assert listener.made() == ["model.layers.1", "lm_head"]
 
 
 def test_a_finished_job_with_a_damaged_module_can_be_written_once_more(stopped, tmp_path):
@@ -170,7 +152,7 @@ def test_a_finished_job_with_a_damaged_module_can_be_written_once_more(stopped, 
     with ConversionJob.resume(options.work_dir, given, listener=listener) as job:
         job.run()
     assert folder_bytes(tmp_path / "again") == stopped.expected
-    assert listener.made == ["model.layers.1"]
+    assert listener.made() == ["model.layers.1"]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -1,32 +1,26 @@
-"""Jobs with a QKV topology plan, and that nothing of it runs without one."""
+"""Jobs with a QKV topology plan: payloads, declarations, routes."""
 
 from __future__ import annotations
 
 import json
-import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
 from conversion_support import (
     CALIBRATION,
-    folder_bytes,
     job_options,
     stand_in_quantize,
     write_source,
 )
-from exllamav3.conversion import ConversionJob, convert, output, pipeline
-from safetensors.torch import load_file, save_file
+from exllamav3.conversion import convert, pipeline
+from plan_support import KEY, LAYER_0, LAYER_1, converted, fused, mixed, plan_file
+from safetensors.torch import load_file
 from tiny_models import llama_config, load_model, qwen35_config
 
 from exllamav3.checkpoint.tensor_files import TensorFiles
-from exllamav3.errors import ConversionError, TopologyError
 from exllamav3.modules.context import ForwardContext
 from exllamav3.topology import check_copies, parse_declaration
-
-LAYER_0, LAYER_1 = "model.layers.0.self_attn", "model.layers.1.self_attn"
-KEY = "exl3_qkv_topology"
 
 
 @pytest.fixture(autouse=True)
@@ -37,35 +31,6 @@ def stand_in(monkeypatch):
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     return write_source(tmp_path_factory.mktemp("topology") / "source")
-
-
-def fused(layer=LAYER_0, bits=5, codebook="mcg", scale="never") -> dict:
-    return {
-        "layer": layer, "variant": "fused_uniform", "K": bits, "codebook": codebook, "scale": scale,
-    }  # fmt: skip
-
-
-def mixed(layer=LAYER_1) -> dict:
-    projections = [
-        {"name": "q_proj", "K": 4},
-        {"name": "k_proj", "K": 6, "scale": "auto"},
-        {"name": "v_proj", "codebook": "mcg"},
-    ]
-    return {"layer": layer, "variant": "split", "projections": projections}
-
-
-def plan_file(tmp_path: Path, *rows: dict, name="plan.json", **changes) -> str:
-    tmp_path.mkdir(parents=True, exist_ok=True)
-    path = tmp_path / name
-    path.write_text(json.dumps({"schema": "exl3_qkv_topology/1", "layers": list(rows), **changes}))
-    return str(path)
-
-
-def converted(source: Path, root: Path, *rows: dict, **changes) -> Path:
-    return convert(job_options(source, root, **changes), plan_file(root, *rows)).out_dir
-
-
-# -- with a plan
 
 
 def test_a_fused_block_is_one_payload_and_a_mixed_block_is_three(source, tmp_path):
@@ -258,154 +223,3 @@ def test_widths_that_are_no_multiples_of_128_are_padded_after_concatenation(tmp_
     logits = load_model(out).forward(torch.arange(5)[None], {})
     assert logits.shape == (1, 5, 130)
     assert torch.isfinite(logits).all()
-
-
-# -- refusals
-
-
-def refused(source, tmp_path, plan: str, message: str, **changes) -> None:
-    options = job_options(source, tmp_path, **changes)
-    with pytest.raises(TopologyError, match=message):
-        ConversionJob.create(options, plan)
-    assert not Path(options.work_dir).exists()
-    assert not Path(options.out_dir).exists()
-
-
-def test_a_bad_plan_is_refused_before_any_folder_is_made(source, tmp_path):
-    refused(source, tmp_path, plan_file(tmp_path, fused("model.layers.9.self_attn")), "layers.9")
-    refused(source, tmp_path, plan_file(tmp_path, fused(bits=9)), "3 to 8")
-    refused(source, tmp_path, plan_file(tmp_path, extra=1), "extra")
-    refused(source, tmp_path, str(tmp_path / "none.json"), "cannot be read")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"codebook": "3inst"}, "3inst"), ({"bits": 2.0}, "K=2")],
-)
-def test_a_job_outside_the_domain_of_the_schema_is_refused(source, tmp_path, changes, message):
-    refused(source, tmp_path, plan_file(tmp_path), message, **changes)
-
-
-def test_two_bits_are_fine_where_the_plan_states_every_rate(source, tmp_path):
-    out = converted(source, tmp_path, fused(LAYER_0), fused(LAYER_1), bits=2.0)
-    assert TensorFiles(out).describe(f"{LAYER_0}.o_proj.trellis").shape[-1] == 32
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_only_bf16_sources_are_fused(tmp_path, dtype):
-    folder = write_source(tmp_path / "source")
-    tensors = load_file(folder / "model.safetensors")
-    tensors[f"{LAYER_0}.k_proj.weight"] = tensors[f"{LAYER_0}.k_proj.weight"].to(dtype)
-    save_file(tensors, folder / "model.safetensors")
-    refused(folder, tmp_path, plan_file(tmp_path, fused()), "k_proj.weight.*expected BF16")
-    convert(job_options(folder, tmp_path), plan_file(tmp_path, fused(LAYER_1)))
-
-
-def test_a_failed_check_leaves_no_config_json(source, tmp_path, monkeypatch):
-    options = job_options(source, tmp_path)
-    with ConversionJob.create(options, plan_file(tmp_path, fused())) as job:
-
-        def lie(*arguments):
-            raise TopologyError("the payload is not what was declared")
-
-        monkeypatch.setattr(output.topology_step, "verify", lie)
-        with pytest.raises(TopologyError, match="not what was declared"):
-            job.run()
-    assert not (tmp_path / "out" / "config.json").exists()
-    assert (tmp_path / "out" / "model.safetensors").exists()
-
-
-# -- resuming
-
-
-def interrupted(options, plan: str | None) -> None:
-    def stop(name: str) -> None:
-        if name == "shards in place":
-            raise KeyboardInterrupt
-
-    with ConversionJob.create(options, plan, step=stop) as job, pytest.raises(KeyboardInterrupt):
-        job.run()
-
-
-def test_the_plan_of_a_job_is_kept_when_none_is_given(source, tmp_path):
-    expected = converted(source, tmp_path / "whole", fused())
-    plan = plan_file(tmp_path, fused())
-    options = job_options(source, tmp_path)
-    interrupted(options, plan)
-    Path(plan).unlink()  # the content is part of the job, not the path
-    with ConversionJob.resume(options.work_dir) as job:
-        out = job.run().out_dir
-    assert folder_bytes(out) == folder_bytes(expected)
-
-
-def test_the_same_plan_under_another_name_and_order_is_accepted(source, tmp_path):
-    options = job_options(source, tmp_path)
-    interrupted(options, plan_file(tmp_path, fused(), mixed()))
-    other = plan_file(tmp_path, mixed(), fused(), name="other.json")
-    with ConversionJob.resume(options.work_dir, qkv_topology=other) as job:
-        job.run()
-
-
-def test_another_plan_is_refused(source, tmp_path):
-    options = job_options(source, tmp_path)
-    interrupted(options, plan_file(tmp_path, fused()))
-    other = plan_file(tmp_path, fused(bits=6), name="other.json")
-    with pytest.raises(TopologyError, match=r"other.json: the plan differs"):
-        ConversionJob.resume(options.work_dir, qkv_topology=other)
-
-
-def test_a_plan_for_a_job_without_one_is_refused(source, tmp_path):
-    options = job_options(source, tmp_path)
-    interrupted(options, None)
-    with pytest.raises(TopologyError, match="which had none"):
-        ConversionJob.resume(options.work_dir, qkv_topology=plan_file(tmp_path, fused()))
-
-
-@pytest.mark.parametrize("given", [{"codebook": "mcg"}, {"out_scales": "never"}])
-def test_defaults_of_a_planned_job_cannot_change(source, tmp_path, given):
-    options = job_options(source, tmp_path)
-    interrupted(options, plan_file(tmp_path, fused()))
-    with pytest.raises(ConversionError, match=r"cannot change on resume.*QKV topology"):
-        ConversionJob.resume(options.work_dir, given)
-
-
-# -- without a plan
-
-
-def topology_functions() -> list[tuple[types.ModuleType, str]]:
-    """Every place of the library where a function of the topology package is bound."""
-    return [
-        (module, name)
-        for module_name, module in list(sys.modules.items())
-        if module_name.startswith("exllamav3")
-        for name, value in list(vars(module).items())
-        if isinstance(value, types.FunctionType)
-        and value.__module__.startswith("exllamav3.topology")
-    ]
-
-
-@pytest.mark.parametrize("codebook", ["mul1", "3inst"])
-def test_without_a_plan_no_function_of_the_topology_package_runs(
-    source, tmp_path, monkeypatch, codebook
-):
-    expected = convert(job_options(source, tmp_path / "before", codebook=codebook)).out_dir
-
-    def forbidden(*arguments, **named):
-        raise AssertionError("the topology package ran in a job without a plan")
-
-    places = topology_functions()
-    assert len(places) > 20
-    for module, name in places:
-        monkeypatch.setattr(module, name, forbidden)
-    out = convert(job_options(source, tmp_path / "after", codebook=codebook)).out_dir
-    assert folder_bytes(out) == folder_bytes(expected)
-
-
-def test_without_a_plan_no_key_of_it_is_written(source, tmp_path):
-    out = convert(job_options(source, tmp_path)).out_dir
-    assert not any(KEY.encode() in content for content in folder_bytes(out).values())
-
-
-def test_3inst_linears_carry_no_marker(source, tmp_path):
-    names = TensorFiles(convert(job_options(source, tmp_path, codebook="3inst")).out_dir).names()
-    assert not any(name.endswith((".mul1", ".mcg")) for name in names)

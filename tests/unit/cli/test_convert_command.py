@@ -87,7 +87,7 @@ def test_a_job_runs_and_prints_a_line_for_each_linear_and_module(source, tmp_pat
     blocks = [line for line in lines if line.startswith("-- model.layers.")]
     assert all("rel err" in line and "SQNR" in line and "ETA" in line for line in blocks)
     assert lines[-1].startswith("done        ")
-    assert "(3.00 bits per weight)" in lines[-1]
+    assert "(bits per weight: decoder 3.00, with head 3.12)" in lines[-1]
 
 
 @pytest.mark.parametrize("missing", ["-i", "-o", "-b"])
@@ -125,3 +125,25 @@ def test_a_contradiction_on_resume_is_an_error(source, tmp_path, capsys):
     assert "-b (bits) is stored as 3.0, given as 4.0" in capsys.readouterr().err
     assert main(["convert", "-r", "-w", str(tmp_path / "work"), "-b", "3"]) == 0
     assert "finished already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("-b", ["nan", "inf", "-1", "0", "1e400"]),
+        ("-cpi", ["nan", "inf", "-1", "1e400"]),
+        ("-hb", ["-1", "0", "99999999999999999999"]),
+        ("-mb", ["-1", "9"]),
+        ("-ss", ["0", "-5"]),
+        ("-cr", ["0", "-5", "99999999999999999999"]),
+        ("-cc", ["0", "-5", "99999999999999999999"]),
+        ("--seed", ["-1"]),
+    ],
+)
+def test_a_number_outside_its_domain_is_refused_by_its_flag(source, tmp_path, capsys, flag, values):
+    for value in values:
+        assert main(words(source, tmp_path, flag, value)) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert flag in error
+    assert not (tmp_path / "work").exists()

@@ -6,11 +6,12 @@ import pytest
 from exllamav3.conversion.allocation import (
     BudgetedLinear,
     allocate_bits,
-    mean_bits,
     summary_lines,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+
+from exllamav3.codec.bit_rate import bit_rate
 
 
 def decoder(layers: int, attention: int = 4, mlp: int = 8) -> list[BudgetedLinear]:
@@ -34,7 +35,7 @@ def decoder(layers: int, attention: int = 4, mlp: int = 8) -> list[BudgetedLinea
 
 
 def mean(linears: list[BudgetedLinear], bits: dict[str, int]) -> float:
-    return mean_bits({linear.key: linear.weights for linear in linears}, bits)
+    return bit_rate((linear.key, linear.weights, bits[linear.key]) for linear in linears).decoder
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])

@@ -184,7 +184,12 @@ def test_a_custom_stack_runs_in_the_given_order():
         (lambda: MinP(-0.1), "MinP"),
         (lambda: Temperature(-1), "Temperature"),
         (lambda: Temperature(math.nan), "Temperature"),
+        (lambda: Temperature(math.inf), "Temperature"),
         (lambda: RepetitionPenalty(0), "RepetitionPenalty"),
+        (lambda: RepetitionPenalty(math.inf), "RepetitionPenalty"),
+        (lambda: PresenceFrequencyPenalty(math.nan), "PresenceFrequencyPenalty: presence is nan"),
+        (lambda: PresenceFrequencyPenalty(0.0, -math.inf), "frequency is -inf"),
+        (lambda: ComboSampler(freq_p=math.nan), "frequency is nan"),
     ],
 )
 def test_parameters_outside_their_domain_are_refused(make, message):
