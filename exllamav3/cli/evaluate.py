@@ -12,11 +12,9 @@ from exllamav3.cli.arguments import add_runtime_options, build_model, load_model
 from exllamav3.cli.output import progress_bar
 from exllamav3.errors import FormatError
 from exllamav3.evaluation import Evaluation, evaluate, token_rows
+from exllamav3.evaluation.bundled import bundled_text
 from exllamav3.model.model import Model
 from exllamav3.tokenizer import Tokenizer
-
-BUNDLED_TEXT = Path(__file__).parents[2] / "examples" / "text" / "evaluation.txt"
-"""In a checkout; an installed package does not carry it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -92,7 +90,7 @@ def describe(result: Evaluation) -> str:
 
 
 def _read_text(path: Path | None) -> str:
-    path = path or BUNDLED_TEXT
+    path = path or bundled_text()
     if not path.is_file():
         raise FormatError(f"{path}: no such text file; give one with --text")
     try:

@@ -1,9 +1,9 @@
 // The trellis search over tiles: warm-up, the pass around the ring, trace back, closing.
 //
-// Problem: 65536 candidates for each of 256 + 96 positions of a tile, 1.5 cycles for 16 of them with
-// AVX-512, together 2.2 million cycles. That is the bound from K = 4 on. Below, cost vectors of 32
-// to 128 KiB for each of 4 tiles, read and written at every position, make the second cache the
-// bound (2 to 3 cycles).
+// Problem: 65536 candidates for each of 256 + 96 positions of a tile, 1.5 cycles for 16 of them
+// with AVX-512, together 2.2 million cycles. That is the bound from K = 4 on. Below, cost vectors
+// of 32 to 128 KiB for each of 4 tiles, read and written at every position, make the second cache
+// the bound (2 to 3 cycles).
 //
 // Memory of a thread, reused from call to call: for each of the 4 tiles of a group two cost vectors
 // and one at every mark; 17 to 18 MiB up to K = 4, then 10, 4, 2 and 1.

@@ -9,9 +9,9 @@
 namespace exl3 {
 namespace {
 
-// The history of the search is what needs memory: 1.05 MB a tile at K=4, 2.1 at K=2 and 3. More tiles
-// than fit are searched in several launches. It comes from torch's caching allocator, so that it
-// is reused, and captured graphs own theirs.
+// The history of the search is what needs memory: 1.05 MB a tile at K=4, 2.1 at K=2 and 3. More
+// tiles than fit are searched in several launches. It comes from torch's caching allocator, so that
+// it is reused, and captured graphs own theirs.
 constexpr int64_t kWorkspaceLimit = int64_t(2400) << 20;
 
 int sm_count(int device) {

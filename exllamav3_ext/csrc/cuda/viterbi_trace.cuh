@@ -1,17 +1,19 @@
 // Traceback of the trellis search: one block of 8 warps finds the path of one tile.
 //
-// Only every kHop-th cost vector is kept. A hop goes from the node after it to the vector before it:
-// the 16 - K + kHopBits bits (x, node) spell every state between, so 2^kHopBits paths x are
+// Only every kHop-th cost vector is kept. A hop goes from the node after it to the vector before
+// it: the 16 - K + kHopBits bits (x, node) spell every state between, so 2^kHopBits paths x are
 // evaluated, at most eight a lane, and the cheapest is taken. The latency of reading their costs,
 // once a hop, is what limits the kernel; so
 //   - the ring is cut in 8 segments, one a warp. Each starts kLookahead positions after its end,
 //     from any good node: paths backwards merge, so it is on the right path when it gets there;
-//   - where two segments do not meet after all, the lower one is followed again from the right node;
+//   - where two segments do not meet after all, the lower one is followed again from the right
+//     node;
 //   - a path that is followed again is left as soon as it meets the recorded one.
 //
 // Closing the ring: the best end node's path begins in some node, its root. The path that *ends* in
-// the root is the candidate; if it also begins there, the ring is closed. If not (2 % of tiles at K=4,
-// 12 % at K=2), a forced pass from its root follows, all of whose paths begin in that one node.
+// the root is the candidate; if it also begins there, the ring is closed. If not (2 % of tiles at
+// K=4, 12 % at K=2), a forced pass from its root follows, all of whose paths begin in that one
+// node.
 
 #pragma once
 
@@ -121,8 +123,8 @@ class Tracer {
         return path_.nodes[0];
     }
 
-    // Warp 0, after a forced pass from `node`: the recorded path becomes one that ends in `node`, and
-    // below the forced positions one that begins in it. Returns its root.
+    // Warp 0, after a forced pass from `node`: the recorded path becomes one that ends in `node`,
+    // and below the forced positions one that begins in it. Returns its root.
     __device__ int force(int node) {
         end_in(node);
         __syncwarp();
@@ -151,8 +153,8 @@ class Tracer {
         }
     }
 
-    // Costs of this lane's kEach paths into `node`. Both tiles' lie in one word. All loads must be in
-    // flight together, because their latency is the time of a hop.
+    // Costs of this lane's kEach paths into `node`. Both tiles' lie in one word. All loads must be
+    // in flight together, because their latency is the time of a hop.
     __device__ void load(__half (&costs)[kEach], int slot, int node) const {
         const uint32_t first = lane_ % kLanes * kEach;
         constexpr int kWords = (kEach * G::kTiles + 1) / 2;
