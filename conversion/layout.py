@@ -52,7 +52,7 @@ def job_layout(source: Source, options: ConversionOptions, plan: Plan | None) ->
     """
     names = source.tensors.names()
     modules = source.decoder()
-    bits, _ = allocate_model(modules, options)
+    bits = allocate_model(modules, options)
     topology = topology_step.resolve(plan, source, options, bits) if plan is not None else None
     decoder = tuple(module_layout(m, names, bits, options, topology) for m in modules)
     mtp = tuple(module_layout(m, names, {}, options, None, calibrated=False) for m in source.mtp())

@@ -80,16 +80,11 @@ class ModuleLayout:
         return payload | set(self.kept) | {f"{linear.key}.weight" for linear in self.halved}
 
 
-def allocate_model(
-    blocks: Sequence[Module], options: ConversionOptions
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Rates of the budgeted linears of a decoder.
+def allocate_model(blocks: Sequence[Module], options: ConversionOptions) -> dict[str, int]:
+    """Rates of the budgeted linears of a decoder, by key.
 
     Args:
         blocks: all top-level modules in order.
-
-    Returns:
-        bits by linear key, and stored weights by linear key.
     """
     stack = [module for module in blocks if _budgeted(module)]
     linears = [
@@ -99,8 +94,7 @@ def allocate_model(
         for layer, module in enumerate(stack)
         for linear, priority in _budgeted(module)
     ]
-    bits = allocate_bits(linears, options.bits, len(stack))
-    return bits, {linear.key: linear.weights for linear in linears}
+    return allocate_bits(linears, options.bits, len(stack))
 
 
 def _budgeted(module: Module, inherited: int = 0) -> list[tuple[Linear, int]]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from exllamav3.checkpoint.tensor_files import TensorFiles
+from exllamav3.checkpoint.tensor_files import CheckpointWarning, TensorFiles
+from exllamav3.checkpoint.tensor_storage import check_storage
 from exllamav3.cli.inventory import Entry, take_inventory, to_obj, totals
 from exllamav3.cli.output import human_bytes, print_table
 from exllamav3.codec.bit_rate import BitRate
+from exllamav3.errors import FormatError
 from exllamav3.model.config import Config
+from exllamav3.model.fields import read_json_object
 from exllamav3.topology import declaration_in_config
 
 HEADER = ("weight", "topology", "codebook", "K", "stored", "shape", "size")
@@ -48,11 +52,16 @@ def inspect_directory(directory: Path) -> dict[str, Any]:
 
     Raises:
         FormatError: the folder is not a model, or its files are damaged.
+
+    Warns:
+        CheckpointWarning: quantization_config.json describes other tensors.
     """
     config = Config.from_directory(directory)
+    files = TensorFiles(directory)
+    _check_copy(directory / "quantization_config.json", files)
     path = directory / "config.json"
     declaration = declaration_in_config(path.read_bytes(), str(path))
-    entries = take_inventory(TensorFiles(directory).inventory(), declaration)
+    entries = take_inventory(files.inventory(), declaration)
     quantization = config.quantization.to_obj() if config.quantization else None
     if quantization is not None:
         quantization.pop("exl3_qkv_topology", None)
@@ -64,6 +73,17 @@ def inspect_directory(directory: Path) -> dict[str, Any]:
         "weights": entries,
         "totals": totals(entries),
     }
+
+
+def _check_copy(path: Path, files: TensorFiles) -> None:
+    """Warn where `tensor_storage` does not say what is stored; nothing else depends on it."""
+    if not path.is_file():
+        return
+    try:
+        storage = read_json_object(path).get("tensor_storage", {})
+        check_storage(storage, files.inventory(), f"{path}.tensor_storage")
+    except FormatError as error:
+        warnings.warn(str(error), CheckpointWarning, stacklevel=3)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -48,14 +48,6 @@ class Codebook(Enum):
                 return codebook
         raise FormatError(f"codebook {name!r} is unknown: use one of 3inst, mcg, mul1")
 
-    @classmethod
-    def from_id(cls, number: int) -> Codebook:
-        """Look a codebook up by its op number (0, 1, 2)."""
-        for codebook in cls:
-            if codebook.id == number:
-                return codebook
-        raise FormatError(f"codebook id {number!r} is unknown: use 0 (3inst), 1 (mcg) or 2 (mul1)")
-
 
 def pad_to_block(size: int) -> int:
     """Round a channel count up to whole Hadamard blocks of 128."""

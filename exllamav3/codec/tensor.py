@@ -146,37 +146,6 @@ class Exl3Tensor:
             None if self.bias_N is None else self.bias_N.to(device),
         )
 
-    def slice_columns(self, start: int, stop: int) -> Exl3Tensor:
-        """View of output columns ``[start, stop)``, itself a valid EXL3 tensor.
-
-        Hadamard blocks on the output side are independent, so a cut on a block edge
-        needs no copy: the views share storage, and `suh_K` is the same object.
-
-        Args:
-            start, stop: column range in weights, `stop` exclusive.
-
-        Raises:
-            FormatError: the range is empty, outside ``[0, n]``, or not on 128-column edges.
-        """
-        if not 0 <= start < stop <= self.out_features:
-            raise FormatError(
-                f"column range [{start}, {stop}) is not inside [0, {self.out_features})"
-            )
-        for name, edge in (("start", start), ("stop", stop)):
-            if edge % HADAMARD_BLOCK:
-                raise FormatError(
-                    f"{name}={edge} is not a multiple of {HADAMARD_BLOCK}: a cut inside a "
-                    f"Hadamard block cannot be decoded on its own"
-                )
-        tiles = slice(start // TILE, stop // TILE)
-        return Exl3Tensor(
-            self.trellis_IOW[:, tiles],
-            self.suh_K,
-            self.svh_N[start:stop],
-            self.codebook,
-            None if self.bias_N is None else self.bias_N[start:stop],
-        )
-
 
 def is_exl3(key: str, names: Container[str]) -> bool:
     """Whether the tensors of a module are stored as EXL3: a trellis and scales on both sides."""

@@ -29,17 +29,6 @@ def tile_to_ring(tile: Tensor) -> Tensor:
     return result.contiguous()
 
 
-def ring_to_tile(ring: Tensor) -> Tensor:
-    """Ring order ``(..., 256)`` -> row-major tile ``(..., 16, 16)``, contiguous."""
-    if ring.dim() == 0 or ring.shape[-1] != TILE_WEIGHTS:
-        raise FormatError(f"ring has shape {tuple(ring.shape)}, expected (..., {TILE_WEIGHTS})")
-    lead = tuple(range(ring.dim() - 1))
-    b765, b43, b2, b1, b0 = range(ring.dim() - 1, ring.dim() + 4)
-    bits = ring.unflatten(-1, RING_BITS).permute(*lead, b1, b43, b0, b2, b765)
-    result: Tensor = bits.reshape(*ring.shape[:-1], TILE, TILE)
-    return result
-
-
 def tiles_from_matrix(w_KN: Tensor) -> Tensor:
     """Matrix ``(k, n)`` -> tiles in ring order ``(k/16, n/16, 256)``.
 
@@ -56,7 +45,7 @@ def tiles_from_matrix(w_KN: Tensor) -> Tensor:
 
 def matrix_from_tiles(tiles: Tensor) -> Tensor:
     """Tiles in ring order ``(k/16, n/16, 256)`` -> contiguous matrix ``(k, n)``."""
-    if tiles.dim() != 3:
+    if tiles.dim() != 3 or tiles.shape[2] != TILE_WEIGHTS:
         raise FormatError(f"tiles have shape {tuple(tiles.shape)}, expected (k/16, n/16, 256)")
     # One copy, straight from ring order to rows: this runs once per block row of the quantizer.
     k_tiles, n_tiles = tiles.shape[:2]

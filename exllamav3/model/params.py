@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exllamav3.errors import FormatError
-from exllamav3.modules.context import ForwardContext
+from exllamav3.modules.context import BindableCache, ForwardContext
 
 KNOWN = {
     "attn_mode": '"flash_attn_nc" (no cache) or "flash_attn" (with `cache`); optional',
@@ -91,8 +91,9 @@ def _check_ids(ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def _cache(params: Mapping[str, Any]) -> Any:
-    cache, mode = params.get("cache"), params.get("attn_mode")
+def _cache(params: Mapping[str, Any]) -> BindableCache | None:
+    cache: BindableCache | None = params.get("cache")
+    mode = params.get("attn_mode")
     expected = {None: cache is not None, "flash_attn": True, "flash_attn_nc": False}
     if mode not in expected:
         raise FormatError(f"params['attn_mode'] is {mode!r}, expected {KNOWN['attn_mode']}")

@@ -59,11 +59,6 @@ class Linear(Module):
         self.weight: Tensor | Exl3Tensor | None = None
         self.bias: Tensor | None = None
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the loaded weight is EXL3."""
-        return isinstance(self.weight, Exl3Tensor)
-
     def own_names(self, names: Collection[str]) -> tuple[str, ...]:
         """The EXL3 group if one is stored, else the dense weight, else that of `alt_key`."""
         bias = (f"{self.key}.bias",) if self.has_bias else ()

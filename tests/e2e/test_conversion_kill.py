@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from conversion_support import folder_bytes, job_options, run_in_child, write_source
+from exllamav3.conversion.job_folder import STEPS
 from tiny_models import llama_config
 
 PLAN = {
@@ -98,6 +99,10 @@ class Harness:
 @pytest.fixture(scope="module")
 def harness(server, tmp_path_factory) -> Harness:
     return Harness(server, tmp_path_factory.mktemp("kill"))
+
+
+def test_every_step_of_a_job_is_one_at_which_it_is_killed():
+    assert {point for point, _ in POINTS} == set(STEPS)
 
 
 def test_the_uninterrupted_output_is_complete(harness):

@@ -9,7 +9,7 @@ import torch
 
 from exllamav3 import ops
 from exllamav3.codec.params import Codebook
-from exllamav3.codec.tiles import ring_to_tile
+from exllamav3.codec.tiles import matrix_from_tiles
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 
@@ -56,7 +56,7 @@ def test_values_and_places_of_the_example_are_those_of_the_table(
 
 
 def test_places_of_the_example_follow_the_tile_order(example):
-    place_of_step = ring_to_tile(torch.arange(256))
+    place_of_step = matrix_from_tiles(torch.arange(256).view(1, 1, 256))
     for row in rows_of_the_table(example):
         place = tuple(int(part) for part in row[1].split(","))
         assert int(place_of_step[place]) == int(row[0])

@@ -6,9 +6,9 @@ from samples import RATES, native_only, random_input, random_weight, relative_er
 
 import exllamav3_ext
 from exllamav3 import ops
-from exllamav3.codec.codebook import codebook_table
 from exllamav3.codec.params import Codebook
 from exllamav3.ops.reference import codec as reference
+from exllamav3.ops.reference.codebook import codebook_values
 from exllamav3.ops.reference.hadamard import hadamard as reference_hadamard
 
 ISAS = ("portable", "avx2", "avx512")
@@ -45,7 +45,7 @@ def test_all_65536_states_decode_to_the_value_of_the_table(isa, codebook):
     packed = ops.pack(torch.where(ring < 1 << 15, ring, ring - (1 << 16)).to(torch.int16), 8)
     tiles = ops.decode(packed.view(-1, 1, 128), codebook).view(-1, 16, 16).flatten(1)
     values = tiles[:, reference.ring_order()]
-    expected = codebook_table(codebook)[ring.long()]
+    expected = codebook_values(codebook.id)[ring.long()]
     assert torch.equal(values.view(torch.int16), expected.view(torch.int16))
 
 

@@ -1,6 +1,7 @@
 """`exllamav3 inspect`: the table, the JSON form, the sums."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,23 @@ def test_a_trellis_of_another_rank_is_refused(shape):
     tensors |= {f"a.{name}": TensorMeta((128,), "F16") for name in ("suh", "svh")}
     with pytest.raises(FormatError, match=r"a\.trellis: has shape .*expected 3 dimensions"):
         take_inventory(tensors, None)
+
+
+def test_an_inventory_of_other_tensors_is_a_warning(capsys, tmp_path):
+    folder = shutil.copytree(QUANTIZED, tmp_path / "model")
+    path = folder / "quantization_config.json"
+    obj = json.loads(path.read_text())
+    obj["tensor_storage"]["lm_head"]["bits_per_weight"] = 5
+    path.write_text(json.dumps(obj))
+    code, out, err = run(capsys, "inspect", str(folder))
+    assert code == 0
+    assert "EXL3 linears" in out
+    assert err.startswith(f"warning: {path}.tensor_storage['lm_head'].bits_per_weight: says 5")
+    assert err.count("\n") == 1
+    path.write_text("")
+    assert "quantization_config.json: not JSON" in run(capsys, "inspect", str(folder))[2]
+
+
+@pytest.mark.parametrize("directory", [TRAINED, QUANTIZED])
+def test_a_whole_folder_is_inspected_without_a_warning(capsys, directory):
+    assert run(capsys, "inspect", directory)[::2] == (0, "")

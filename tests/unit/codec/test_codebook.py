@@ -2,8 +2,8 @@
 
 import pytest
 
-from exllamav3.codec.codebook import codebook_table
 from exllamav3.codec.params import Codebook
+from exllamav3.ops.reference.codebook import codebook_values
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from exllamav3.codec.params import Codebook
     ],
 )
 def test_values_have_the_known_distribution(codebook, mean, std, low, high, distinct, first):
-    values = codebook_table(Codebook.from_name(codebook)).double()
+    values = codebook_values(Codebook.from_name(codebook).id).double()
     assert values.mean().item() == pytest.approx(mean, abs=1e-6)
     assert values.std(correction=0).item() == pytest.approx(std, abs=1e-6)
     assert values.min().item() == pytest.approx(low, abs=1e-4)
@@ -27,5 +27,5 @@ def test_values_have_the_known_distribution(codebook, mean, std, low, high, dist
 @pytest.mark.parametrize("codebook", list(Codebook))
 def test_no_value_is_a_float16_subnormal(codebook):
     """The vectorized rounding to float16 relies on it."""
-    magnitudes = codebook_table(codebook).double().abs()
+    magnitudes = codebook_values(codebook.id).double().abs()
     assert magnitudes[magnitudes > 0].min() >= 2**-14

@@ -72,36 +72,18 @@ def test_forward_refuses_an_input_that_does_not_fit(x, message):
 
 
 @pytest.mark.parametrize("bits", [1, 3, 8])  # both ends and an odd width
-def test_slices_tile_the_whole_weight_without_copying(bits):
-    weight = make_weight(bits=bits, bias=True)
-    parts = [weight.slice_columns(start, start + 128) for start in (0, 128, 256)]
-    assert torch.equal(torch.cat([p.trellis_IOW for p in parts], dim=1), weight.trellis_IOW)
-    storage = weight.trellis_IOW.untyped_storage().data_ptr()
-    assert all(p.trellis_IOW.untyped_storage().data_ptr() == storage for p in parts)
-    assert all(p.suh_K is weight.suh_K for p in parts)
-
-
-def test_a_slice_reconstructs_its_columns_and_is_written_contiguous():
-    weight = make_weight(bias=True)
-    part = weight.slice_columns(128, 384)
-    assert torch.equal(part.reconstruct(), weight.reconstruct()[:, 128:])
-    assert torch.equal(part.bias_N, weight.bias_N[128:])
+def test_columns_cut_at_a_hadamard_block_are_a_weight_of_their_own(bits):
+    """Output blocks are independent: so the parts of a fused weight can be told apart."""
+    whole = make_weight(bits=bits, bias=True)
+    part = Exl3Tensor(
+        whole.trellis_IOW[:, 128 // 16 :],
+        whole.suh_K,
+        whole.svh_N[128:],
+        whole.codebook,
+        whole.bias_N[128:],
+    )
+    assert torch.equal(part.reconstruct(), whole.reconstruct()[:, 128:])
     assert all(tensor.is_contiguous() for tensor in part.to_tensors(KEY).values())
-
-
-@pytest.mark.parametrize(
-    ("start", "stop", "message"),
-    [
-        (0, 64, "stop=64 is not a multiple of 128"),
-        (16, 128, "start=16 is not a multiple of 128"),
-        (128, 128, "not inside"),
-        (-128, 128, "not inside"),
-        (0, 512, "not inside"),
-    ],
-)
-def test_rejects_a_cut_that_cannot_be_decoded(start, stop, message):
-    with pytest.raises(FormatError, match=message):
-        make_weight().slice_columns(start, stop)
 
 
 def test_legacy_signs_are_read():

@@ -13,7 +13,6 @@ from exllamav3.codec.params import (
 from exllamav3.codec.tensor import PAYLOAD
 from exllamav3.codec.tiles import (
     matrix_from_tiles,
-    ring_to_tile,
     tile_to_ring,
     tiles_from_matrix,
 )
@@ -24,17 +23,12 @@ from exllamav3.topology import schema
 from exllamav3.util.rates import INTEGER_BITS
 
 
-def test_ring_and_tile_undo_each_other():
-    tile = torch.randn(3, 16, 16)
-    assert torch.equal(ring_to_tile(tile_to_ring(tile)), tile)
-
-
 @pytest.mark.parametrize(
     ("step", "row", "column"),
     [(0, 0, 0), (1, 1, 0), (2, 8, 0), (4, 0, 8), (8, 2, 0), (255, 15, 15)],
 )
 def test_steps_are_where_the_format_says(step, row, column):
-    assert ring_to_tile(torch.arange(256))[row, column] == step
+    assert matrix_from_tiles(torch.arange(256).view(1, 1, 256))[row, column] == step
 
 
 def test_a_matrix_and_its_tiles_undo_each_other():
@@ -58,7 +52,7 @@ def test_decoding_is_the_codebook_of_the_states_put_in_place():
         (lambda: tiles_from_matrix(torch.zeros(17, 16)), r"shape \(17, 16\)"),
         (lambda: tiles_from_matrix(torch.zeros(16)), r"shape \(16,\)"),
         (lambda: matrix_from_tiles(torch.zeros(4, 256)), r"expected \(k/16, n/16, 256\)"),
-        (lambda: ring_to_tile(torch.zeros(255)), r"expected \(..., 256\)"),
+        (lambda: matrix_from_tiles(torch.zeros(1, 1, 255)), r"expected \(k/16, n/16, 256\)"),
         (lambda: tile_to_ring(torch.zeros(16, 8)), r"expected \(..., 16, 16\)"),
     ],
 )
@@ -91,11 +85,8 @@ def test_sizes_are_padded_to_whole_blocks(size, padded):
     assert pad_to_block(size) == padded
 
 
-def test_codebooks_are_found_by_name_and_number():
+def test_codebooks_are_found_by_name():
     for codebook in Codebook:
         assert Codebook.from_name(codebook.value) is codebook
-        assert Codebook.from_id(codebook.id) is codebook
     with pytest.raises(FormatError, match="'4inst' is unknown"):
         Codebook.from_name("4inst")
-    with pytest.raises(FormatError, match="3 is unknown"):
-        Codebook.from_id(3)
