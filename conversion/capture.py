@@ -13,9 +13,6 @@ from exllamav3.modules.mlp import GatedMlp
 from exllamav3.modules.module import Module
 from exllamav3.quant import HessianAccumulator
 
-SENSITIVITY_LIMIT = 1.05
-"""Above this ratio an "auto" gate or up projection gets no output scales (`use_output_scales`)."""
-
 
 class HessianCapture:
     """One accumulator per input label, fed by the first linear that reports the label.
@@ -126,9 +123,10 @@ def sensitive_mlps(module: Module, scales: Mapping[str, str]) -> list[MlpSensiti
 def use_output_scales(policy: str, weight_OI: Tensor, sensitivity_O: Tensor | None) -> bool:
     """Whether a linear gets output scales.
 
-    "auto" is yes, except for gate and up projections whose sensitive outputs are also the
-    large ones: E[s e] / (E[s] E[e]) > 1.05 with e = (column RMS / its mean)^2. Output scales
-    spend error in proportion to size, which would hurt there.
+    "auto" is yes, except for gate and up projections where scales would raise the error that
+    reaches the output of the MLP: E[s o] E[o] > E[s] E[o^2], with o the RMS of each output's
+    weights. Scales lower the error in all and spend it in proportion to o, which hurts where the
+    sensitive outputs are also the large ones. Source: docs/adr/0010, "The policy auto".
 
     Args:
         policy: "always", "never" or "auto".
@@ -139,8 +137,7 @@ def use_output_scales(policy: str, weight_OI: Tensor, sensitivity_O: Tensor | No
         return policy == "always"
     if sensitivity_O is None:
         return True
-    rms = weight_OI.float().pow(2).mean(1).sqrt().cpu()
-    e = (rms / rms.mean().clamp_min(1e-30)) ** 2
-    s = sensitivity_O
-    ratio = (s * e).mean() / (s.mean() * e.mean()).clamp_min(1e-30)
-    return bool(ratio <= SENSITIVITY_LIMIT)
+    o = weight_OI.double().pow(2).mean(1).sqrt().cpu()
+    s = sensitivity_O.double()
+    with_scales, without = (s * o).mean() * o.mean(), s.mean() * o.square().mean()
+    return bool(with_scales <= without * (1 + 1e-9))  # equal up to rounding where o is even

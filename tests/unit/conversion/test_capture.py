@@ -10,9 +10,11 @@ from tiny_models import llama_config, random_tensors
 
 from exllamav3.architecture.decoder import build_decoder
 from exllamav3.architecture.table import read_spec
+from exllamav3.codec.params import Codebook
 from exllamav3.model.config import Config
 from exllamav3.modules.context import ForwardContext
 from exllamav3.modules.module import DictSource
+from exllamav3.quant import QuantSettings, quantize_linear
 
 LABELS = {"block.attn.input", "block.attn.o", "block.mlp.input", "block.mlp.down"}
 
@@ -125,3 +127,21 @@ def test_the_scale_rule():
     assert use_output_scales("auto", weight, on_small)
     assert not use_output_scales("auto", weight, on_large)
     assert use_output_scales("auto", weight, torch.ones(4))
+
+
+@pytest.mark.parametrize("power", [-1.0, 0.0, 0.5, 0.9, 1.1, 1.5, 2.0])
+def test_automatic_scales_are_those_with_the_smaller_error(power):
+    """Predicted and measured error meet where the sensitivity grows like the size itself."""
+    random = torch.Generator().manual_seed(3)
+    spread = torch.exp(0.5 * torch.randn(256, generator=random))
+    weight_KN = torch.randn(128, 256, generator=random) * spread
+    sensitivity = weight_KN.square().mean(0).sqrt() ** power
+    chosen = use_output_scales("auto", weight_KN.t(), sensitivity)
+    assert chosen == (power < 1)
+    errors = {}
+    for out_scales in (True, False):
+        settings = QuantSettings(3, Codebook.MUL1, out_scales, 0)
+        made, _ = quantize_linear(weight_KN, None, settings)
+        error_N = (made.reconstruct() - weight_KN).square().sum(0)
+        errors[out_scales] = float((sensitivity * error_N).sum())
+    assert errors[chosen] < 1.03 * errors[not chosen]
