@@ -39,6 +39,9 @@ class FakeModel:
     def cache_specs(self):
         return [RECURRENT, KV] if self.recurrent else [KV]
 
+    def expect_cache(self, cache):
+        pass
+
     def forward(self, ids, params):
         batch, seq = ids.shape
         self.calls.append((batch, seq))

@@ -35,8 +35,9 @@ class BoundCache:
         self._past_B = past_B
         self._kv_layer = kv_layer
         self._recurrent_layer = recurrent_layer
-        self._placement: Placement | None = None
-        self._slots_B: Tensor | None = None
+        # What all layers of a device share; layers may be spread over several devices.
+        self._placements: dict[torch.device, Placement] = {}
+        self._slots_B: dict[torch.device, Tensor] = {}
 
     def update_kv(
         self, layer: int, k: Tensor, v: Tensor, ctx: ForwardContext
@@ -46,9 +47,7 @@ class BoundCache:
         Raises:
             FormatError: a token lies beyond the pages of its sequence.
         """
-        if self._placement is None:
-            self._placement = self._place(ctx)
-        at = self._placement
+        at = self._placement(ctx)
         storage = self._kv_layer(layer, k)
         k_NHD, v_NHD = k.flatten(0, 1), v.flatten(0, 1)
         if at.is_real_N is not None:
@@ -72,23 +71,33 @@ class BoundCache:
         storage = self._recurrent_layer(layer, ctx.positions.device)
         return storage.delta, self._slots(layer, ctx), _is_new(ctx)
 
-    def _place(self, ctx: ForwardContext) -> Placement:
-        if isinstance(self._rows, FixedBatch):
-            return place_fixed(self._rows, ctx)
-        return place(self._rows, self._past_B, ctx)
+    def _placement(self, ctx: ForwardContext) -> Placement:
+        device = ctx.positions.device
+        if device not in self._placements:
+            if isinstance(self._rows, FixedBatch):
+                self._placements[device] = place_fixed(self._rows.to(device), ctx)
+            elif self._placements:  # found on the host once; every device sees the same
+                self._placements[device] = next(iter(self._placements.values())).to(device)
+            else:
+                self._placements[device] = place(self._rows, self._past_B, ctx)
+        return self._placements[device]
 
     def _slots(self, layer: int, ctx: ForwardContext) -> Tensor:
+        device = ctx.positions.device
+        if device not in self._slots_B:
+            self._slots_B[device] = self._find_slots(layer, device)
+        return self._slots_B[device]
+
+    def _find_slots(self, layer: int, device: torch.device) -> Tensor:
         if isinstance(self._rows, FixedBatch):
-            return self._rows.slots_B
-        if self._slots_B is None:
-            slots = [row.slot for row in self._rows]
-            if any(slot is None for slot in slots):
-                raise FormatError(
-                    f"cache: decoder layer {layer} has recurrent state, which a block table cannot "
-                    f'describe; pass "sequences" (Cache.new_sequence) or "batch_shape" instead'
-                )
-            self._slots_B = torch.tensor(slots, dtype=torch.long, device=ctx.positions.device)
-        return self._slots_B
+            return self._rows.slots_B.to(device, non_blocking=True)
+        slots = [row.slot for row in self._rows]
+        if any(slot is None for slot in slots):
+            raise FormatError(
+                f"cache: decoder layer {layer} has recurrent state, which a block table cannot "
+                f'describe; pass "sequences" (Cache.new_sequence) or "batch_shape" instead'
+            )
+        return torch.tensor(slots, dtype=torch.long, device=device)
 
 
 def _is_new(ctx: ForwardContext) -> Tensor:

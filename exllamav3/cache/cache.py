@@ -14,14 +14,20 @@ from exllamav3.cache.pages import PAGE_SIZE, PagePool, pages_for
 from exllamav3.cache.placement import FixedBatch, Row, first_place, page_table
 from exllamav3.cache.quantized import QuantizedKvLayer, check_cache_bits
 from exllamav3.cache.recurrent import RecurrentLayer
+from exllamav3.cache.sizes import spec_bytes
 from exllamav3.errors import FormatError
 from exllamav3.modules.context import KvSpec, RecurrentSpec
 
 
 class HasCacheSpecs(Protocol):
-    """The one thing a cache needs of a model: what each of its layers stores."""
+    """What a cache needs of a model: what each of its layers stores.
+
+    The model hears of the cache, so that a plan for several devices can leave room for it.
+    """
 
     def cache_specs(self) -> list[KvSpec | RecurrentSpec]: ...
+
+    def expect_cache(self, cache: Cache) -> None: ...
 
 
 class Sequence:
@@ -44,7 +50,7 @@ class Cache:
     Args:
         model: says what its layers store; it need not be loaded yet. Memory is taken when a layer
             first runs, on the device and in the dtype of its activations (float32 on the CPU,
-            float16 on a GPU).
+            float16 on a GPU); with layers on several devices each has its own there.
         max_num_tokens: tokens of all sequences together, a multiple of 256.
         max_batch_size: how many sequences at a time.
         k_bits, v_bits: 2 to 8 to round keys and values and save memory, see `cache.quantized`;
@@ -88,6 +94,7 @@ class Cache:
         self._pool = PagePool(max_num_tokens // PAGE_SIZE)
         self._free_slots = list(range(max_batch_size))
         self._rectangle: tuple[tuple[int, int], list[Sequence]] | None = None
+        model.expect_cache(self)
 
     @property
     def free_tokens(self) -> int:
@@ -99,6 +106,20 @@ class Cache:
         """Memory taken so far."""
         kv = sum(layer.size_bytes for layer in self._kv.values())
         return kv + sum(layer.size_bytes for layer in self._recurrent.values())
+
+    def pending_bytes(self, dtype: torch.dtype) -> dict[int, int]:
+        """Memory that layers have not taken yet, by the number of the decoder layer.
+
+        Args:
+            dtype: of the activations to come.
+        """
+        specs: dict[int, KvSpec | RecurrentSpec] = {**self._kv_specs, **self._recurrent_specs}
+        taken = {*self._kv, *self._recurrent}
+        return {
+            layer: spec_bytes(spec, self._pool.pages, self.max_batch_size, self._bits, dtype)
+            for layer, spec in specs.items()
+            if layer not in taken
+        }
 
     def fits(self, tokens: int) -> bool:
         """Whether `new_sequence(tokens)` would succeed now."""
@@ -234,6 +255,7 @@ class Cache:
                 )
             with torch.inference_mode(False):  # else only inference mode could change it later
                 self._kv[layer] = self._new_kv_layer(spec, like)
+        _check_device(layer, self._kv[layer].device, like.device)
         return self._kv[layer]
 
     def _new_kv_layer(self, spec: KvSpec, like: Tensor) -> KvLayer:
@@ -252,4 +274,13 @@ class Cache:
                 )
             with torch.inference_mode(False):  # else only inference mode could change it later
                 self._recurrent[layer] = RecurrentLayer(self.max_batch_size, spec, device)
+        _check_device(layer, self._recurrent[layer].delta.device, device)
         return self._recurrent[layer]
+
+
+def _check_device(layer: int, kept: torch.device, wanted: torch.device) -> None:
+    if kept != wanted:
+        raise FormatError(
+            f"Cache: the state of decoder layer {layer} is on {kept}, the layer now runs on "
+            f"{wanted}; make a new cache after loading the model elsewhere"
+        )

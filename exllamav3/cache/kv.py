@@ -33,6 +33,11 @@ class KvLayer(Protocol):
         ...
 
     @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        ...
+
+    @property
     def size_bytes(self) -> int:
         """Memory held."""
         ...
@@ -71,6 +76,11 @@ class PlainKvLayer:
         """Zero some pages."""
         for storage in (self._k_THD, self._v_THD):
             storage.unflatten(0, (-1, PAGE_SIZE)).index_fill_(0, pages.to(storage.device), 0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._k_THD.device
 
     @property
     def size_bytes(self) -> int:

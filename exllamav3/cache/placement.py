@@ -30,9 +30,9 @@ class Row:
 class FixedBatch:
     """Rows prepared for passes of constant shape, made by `Cache.fixed_batch`.
 
-    pages_BP, slots_B: int64 on the device of the model, where the sequences live. Other sequences
-    may be written into them between passes, if `first_place` is None. read_tokens: how many cached
-    tokens every pass reads. first_place: see `KvLayer.read`.
+    pages_BP, slots_B: int64 on the device of the model (its first, where it has several), where the
+    sequences live. Other sequences may be written into them between passes, if `first_place` is
+    None. read_tokens: how many cached tokens every pass reads. first_place: see `KvLayer.read`.
     Keep the object as long as a graph captured with it.
     """
 
@@ -41,10 +41,16 @@ class FixedBatch:
     read_tokens: int
     first_place: int | None
 
+    def to(self, device: torch.device) -> FixedBatch:
+        """The same batch for layers on another device."""
+        pages_BP = self.pages_BP.to(device, non_blocking=True)
+        slots_B = self.slots_B.to(device, non_blocking=True)
+        return FixedBatch(pages_BP, slots_B, self.read_tokens, self.first_place)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The same for every layer of a pass.
+    """The same for every layer of a pass on one device.
 
     places_N: place (`page * 256 + offset`) of each real token, row by row. is_real_N: their indices
     among the flattened `(b * s)` tokens, None when all are real. pages_BP: page table, int64.
@@ -56,6 +62,17 @@ class Placement:
     pages_BP: Tensor
     tokens: int
     first_place: int | None
+
+    def to(self, device: torch.device) -> Placement:
+        """The same places for layers on another device."""
+        is_real_N = self.is_real_N
+        return Placement(
+            places_N=self.places_N.to(device, non_blocking=True),
+            is_real_N=None if is_real_N is None else is_real_N.to(device, non_blocking=True),
+            pages_BP=self.pages_BP.to(device, non_blocking=True),
+            tokens=self.tokens,
+            first_place=self.first_place,
+        )
 
 
 def place(rows: Sequence[Row], past_B: Tensor | None, ctx: ForwardContext) -> Placement:

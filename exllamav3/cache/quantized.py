@@ -85,6 +85,11 @@ class QuantizedKvLayer:
         self._v.clear(pages)
 
     @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._k.device
+
+    @property
     def size_bytes(self) -> int:
         """Memory held."""
         return self._k.size_bytes + self._v.size_bytes
@@ -126,6 +131,10 @@ class _Store:
     def clear(self, pages: Tensor) -> None:
         for storage in (self._words_TGW, self._scales_TG):
             storage.unflatten(0, (-1, PAGE_SIZE)).index_fill_(0, pages.to(storage.device), 0)
+
+    @property
+    def device(self) -> torch.device:
+        return self._words_TGW.device
 
     @property
     def size_bytes(self) -> int:

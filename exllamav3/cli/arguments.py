@@ -13,6 +13,7 @@ from exllamav3.model.config import Config
 from exllamav3.model.model import Model
 
 MAX_THREADS = 1024
+MAX_GIB = 1e6
 
 
 def positive_int(text: str) -> int:
@@ -55,9 +56,37 @@ def number(low: float, high: float, above_low: bool = False) -> Callable[[str], 
     return parse
 
 
+def device_list(text: str) -> tuple[str, ...]:
+    """`cpu`, or GPU numbers such as `0,1`, as names of devices."""
+    names = [part.strip() for part in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected cpu, or numbers such as 0,1")
+    return tuple(f"cuda:{name}" if name.isdigit() else name for name in names)
+
+
+def size_list(text: str) -> tuple[float, ...]:
+    """Sizes in GiB such as `20,23.5`."""
+    size = number(0, MAX_GIB)
+    return tuple(size(part) for part in text.split(","))
+
+
 def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     """Where and with how many threads a model runs."""
-    parser.add_argument("--device", help='"cpu" or "cuda:N"; default: the GPU if there is one')
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--device", help='"cpu" or "cuda:N"; default: the GPU if there is one')
+    place.add_argument(
+        "-d",
+        "--devices",
+        type=device_list,
+        metavar="LIST",
+        help="cpu, or GPU numbers such as 0,1: the layers are split over several",
+    )
+    parser.add_argument(
+        "--use-per-device",
+        type=size_list,
+        metavar="LIST",
+        help="GiB of weights for each of --devices, such as 20,23.5; default: by free memory",
+    )
     parser.add_argument("--threads", type=thread_count, help="CPU threads; default: torch's own")
 
 
@@ -78,8 +107,16 @@ def load_model(model: Model, arguments: argparse.Namespace) -> None:
     """
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    if arguments.device == "meta":
-        raise UnsupportedError("--device meta: it computes nothing; use cpu or cuda:N")
+    device, devices = arguments.device, arguments.devices
+    if devices is not None and len(devices) == 1 and arguments.use_per_device is None:
+        device, devices = devices[0], None
+    if device == "meta":
+        raise UnsupportedError("device meta: it computes nothing; use cpu or cuda:N")
     name = model.config.directory.name if model.config.directory else "model"
     with progress_bar(f"loading {name}", len(model.modules)) as update:
-        model.load(device=arguments.device, progress=lambda done, _: update(done))
+        model.load(
+            device=device,
+            progress=lambda done, _: update(done),
+            devices=devices,
+            use_per_device=arguments.use_per_device,
+        )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from exllamav3.cli.arguments import device_list
 from exllamav3.cli.boundary import EXIT_INTERRUPTED
 from exllamav3.conversion import ConversionJob, ConversionOptions
 from exllamav3.conversion.console import ConsoleListener
@@ -57,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "-d",
         "devices",
-        type=_devices,
+        type=device_list,
         metavar="LIST",
         help="cpu, or GPU numbers such as 0,1 (default: GPU 0 if there is one)",
     )
@@ -80,13 +81,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("-v", "verbose", action="store_true", help="say more")
     return parser
-
-
-def _devices(text: str) -> tuple[str, ...]:
-    names = [part.strip() for part in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected cpu, or numbers such as 0,1")
-    return tuple(f"cuda:{name}" if name.isdigit() else name for name in names)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,8 +9,9 @@ is read, in powers of two; everything else about the rows is in one small table 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,8 +25,12 @@ COLUMNS = 3
 """Of the table before the pages: token id, tokens cached so far, slot of recurrent states."""
 
 
+Forward: TypeAlias = Callable[[Tensor, Mapping[str, Any]], Tensor]
+"""Token ids or activations, and what a caller may say about a pass."""
+
+
 class HasForward(Protocol):
-    """What is needed of a model."""
+    """What is needed of a model; one on several devices also has `devices`, `forward_segment`."""
 
     def forward(self, ids: Tensor, params: Mapping[str, Any]) -> Tensor: ...
 
@@ -37,22 +42,29 @@ class DecodeGraphs:
     afterwards; later ones are replayed. Graphs hold the addresses of the model's weights and of the
     cache: after reloading either, make a new object.
 
+    A graph and its memory belong to one device. A model on several has one for each, and the
+    activations are copied in between; neither GPU nor host waits more than the data demands.
+
     Args:
         model: a loaded model.
         cache: a cache made for it.
-        device: where both are.
+        device: where both are; of a model on several devices the first.
         capture: False runs every step as it is, with the same constant shapes; works on the CPU.
     """
 
     def __init__(
         self, model: HasForward, cache: Cache, device: torch.device | str, capture: bool = True
     ) -> None:
-        self._model, self._cache = model, cache
-        self._device = torch.device(device)
-        self._capture = capture
+        self._cache = cache
+        devices = getattr(model, "devices", ())
+        self._parts: list[tuple[torch.device, Forward]]
+        if len(devices) > 1:
+            run = model.forward_segment  # type: ignore[attr-defined]
+            self._parts = [(where, partial(run, n)) for n, where in enumerate(devices)]
+        else:
+            self._parts = [(torch.device(device), model.forward)]
         self._steps: OrderedDict[tuple[int, int], _Step] = OrderedDict()
-        # One pool for all graphs: they never run at the same time.
-        self._pool = torch.cuda.graph_pool_handle() if capture else None
+        self._recorders = [_Recorder(where) for where, _ in self._parts] if capture else []
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -75,15 +87,15 @@ class DecodeGraphs:
         step = self._steps.get(shape)
         is_new = step is None
         if step is None:
-            step = self._steps[shape] = _Step(self._model, self._cache, *shape, self._device)
+            step = self._steps[shape] = _Step(self._parts, self._cache, *shape)
             if len(self._steps) > MAX_GRAPHS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(shape)
         step.describe(sequences, ids_B1)
         logits_BV = step.run()
-        if is_new and self._capture:
+        if is_new and self._recorders:
             logits_BV = logits_BV.clone()
-            step.record(self._pool)
+            step.record(self._recorders)
         return logits_BV
 
     def _pages(self, tokens: int) -> int:
@@ -92,17 +104,69 @@ class DecodeGraphs:
         return min(1 << (pages - 1).bit_length(), self._cache.max_num_tokens // PAGE_SIZE)
 
 
+class _Recorder:
+    """What the captures of one device share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # One pool for all graphs of the device: they never run at the same time.
+        self.pool = torch.cuda.graph_pool_handle()
+        # torch's own capture stream belongs to whichever device came first.
+        self.stream = torch.cuda.Stream(device)
+
+    def record(self, function: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Capture a function; nothing is executed. Returns the graph and where the result is."""
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            ),
+        ):
+            result = function()
+        return graph, result
+
+
 class _Step:
-    """One shape: its table on the device, and its graph once it is recorded."""
+    """One shape: its parts, one for each device."""
 
     def __init__(
-        self, model: HasForward, cache: Cache, rows: int, pages: int, device: torch.device
+        self, parts: list[tuple[torch.device, Forward]], cache: Cache, rows: int, pages: int
     ) -> None:
-        self._model = model
         self._pages = pages
+        self._parts = [_Part(forward, cache, rows, pages, device) for device, forward in parts]
+
+    def describe(self, sequences: list[Sequence], ids_B1: Tensor) -> None:
+        """Write what the step is about into the table of each device: one small copy each."""
+        rows = [sequence.row for sequence in sequences]
+        numbers = [[sequence.length, sequence.row.slot or 0] for sequence in sequences]
+        parts = [ids_B1, torch.tensor(numbers), page_table(rows, self._pages)]
+        table_BX = torch.cat(parts, dim=1)
+        for part in self._parts:
+            part.describe(table_BX)
+
+    def run(self) -> Tensor:
+        """Replay the graphs, or run the model if there are none yet."""
+        x = self._parts[0].run(None)
+        for part in self._parts[1:]:
+            x = part.run(x)
+        return x[:, -1]
+
+    def record(self, recorders: list[_Recorder]) -> None:
+        """Capture the step; nothing is executed."""
+        for part, recorder in zip(self._parts, recorders, strict=True):
+            part.record(recorder)
+
+
+class _Part:
+    """What one device does in a step: its table there, and its graph once it is recorded."""
+
+    def __init__(
+        self, forward: Forward, cache: Cache, rows: int, pages: int, device: torch.device
+    ) -> None:
+        self._forward = forward
         self._table_BX = torch.zeros(rows, COLUMNS + pages, dtype=torch.long, device=device)
         _, lengths_B, slots_B = self._table_BX[:, :COLUMNS].unbind(1)
-        self._ids_B1 = self._table_BX[:, :1]
         self._params = {
             "cache": cache,
             "sequences": FixedBatch(
@@ -110,31 +174,32 @@ class _Step:
             ),
             "cache_seqlens": lengths_B,
         }
+        self._input: Tensor | None = None  # token ids, or activations from the part before
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._logits_BV: Tensor | None = None
+        self._result: Tensor | None = None
 
-    def describe(self, sequences: list[Sequence], ids_B1: Tensor) -> None:
-        """Write what the step is about into the table: one small copy to the device."""
-        rows = [sequence.row for sequence in sequences]
-        numbers = [[sequence.length, sequence.row.slot or 0] for sequence in sequences]
-        parts = [ids_B1, torch.tensor(numbers), page_table(rows, self._pages)]
+    def describe(self, table_BX: Tensor) -> None:
+        """Copy the table to the device."""
         # The source is pageable memory, which the driver has read when the call returns.
-        self._table_BX.copy_(torch.cat(parts, dim=1), non_blocking=True)
+        self._table_BX.copy_(table_BX, non_blocking=True)
 
-    def run(self) -> Tensor:
-        """Replay the graph, or run the model if there is none yet."""
+    def run(self, x: Tensor | None) -> Tensor:
+        """Take what the part before returned, None for the first, and return its own result."""
+        if self._input is None:
+            device = self._table_BX.device
+            self._input = self._table_BX[:, :1] if x is None else torch.empty_like(x, device=device)
+        if x is not None:
+            # Queued on both devices: behind what makes x, and behind the last use of the buffer.
+            self._input.copy_(x, non_blocking=True)
         if self._graph is None:
-            return self._model.forward(self._ids_B1, self._params)[:, -1]
-        assert self._logits_BV is not None
+            return self._forward(self._input, self._params)
+        assert self._result is not None
         self._graph.replay()
-        return self._logits_BV
+        return self._result
 
-    def record(self, pool: Any) -> None:
-        """Capture the step; nothing is executed."""
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.device(self._table_BX.device),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-        ):
-            self._logits_BV = self._model.forward(self._ids_B1, self._params)[:, -1]
-        self._graph = graph
+    def record(self, recorder: _Recorder) -> None:
+        """Capture what `run` does; nothing is executed."""
+        assert self._input is not None
+        self._graph, self._result = recorder.record(
+            partial(self._forward, self._input, self._params)
+        )

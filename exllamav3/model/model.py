@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import groupby
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -14,13 +16,13 @@ from exllamav3.architecture.table import read_spec
 from exllamav3.errors import FormatError, UnsupportedError
 from exllamav3.model.config import Config
 from exllamav3.model.declaration import read_topology
+from exllamav3.model.devices import place_modules, resolve_device, resolve_devices
 from exllamav3.model.leftovers import check_leftovers
-from exllamav3.model.params import last_places, make_context
+from exllamav3.model.params import context_of_shape, last_places, make_context
 from exllamav3.modules.attention import Attention
-from exllamav3.modules.context import KvSpec, RecurrentSpec
+from exllamav3.modules.context import ForwardContext, KvSpec, RecurrentSpec
 from exllamav3.modules.gated_delta_net import GatedDeltaNet
 from exllamav3.modules.module import Module, TensorSource
-from exllamav3.ops.status import require_device
 from exllamav3.topology import ModelFacts, ResolvedTopology
 
 Progress = Callable[[int, int], None]
@@ -37,7 +39,8 @@ class Model:
         modules: top-level modules in order: embedding, blocks, final norm, head.
         side_modules: modules that are stored and quantized, but not run (MTP).
         copied: prefixes of tensors that belong to the checkpoint and are neither (vision).
-        device, dtype: where it is loaded and in which activation dtype; device is None before.
+        device, dtype: where it is loaded and in which activation dtype; device is None before. Of
+            several devices (see `devices`) it is the first.
     """
 
     def __init__(self, config: Config, topology: ResolvedTopology | None) -> None:
@@ -51,6 +54,13 @@ class Model:
         self.copied = self.spec.copied
         self.device: torch.device | None = None
         self.dtype = torch.float32
+        self._segments: list[tuple[torch.device, list[Module]]] = []
+        self._caches: WeakSet[Any] = WeakSet()
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices its modules are on, in the order of a pass; none when it is not loaded."""
+        return tuple(device for device, _ in self._segments)
 
     @classmethod
     def from_config(cls, config: Config, topology: ResolvedTopology | None = None) -> Model:
@@ -85,6 +95,10 @@ class Model:
         """What a cache has to store, in layer order."""
         return [m.cache_spec for m in self.walk() if isinstance(m, Attention | GatedDeltaNet)]
 
+    def expect_cache(self, cache: Any) -> None:
+        """Leave room for a cache when layers are split over devices; caches call this."""
+        self._caches.add(cache)
+
     def set_qkv_route(self, route: str) -> None:
         """Let split q, k and v projections share one launch ("auto", the default) or not ("split").
 
@@ -115,6 +129,8 @@ class Model:
         source: TensorSource | None = None,
         tensor_p: bool = False,
         progress: Progress | None = None,
+        devices: Sequence[str | torch.device] | None = None,
+        use_per_device: Sequence[float] | None = None,
     ) -> None:
         """Read all weights that run.
 
@@ -122,39 +138,62 @@ class Model:
             device: None means the GPU if there is one, else the CPU.
             dtype: of activations; None means float16 on a GPU and float32 on the CPU.
             source: where tensors come from; None means the folder of the configuration.
-            tensor_p: spread the model over GPUs; refused for now.
+            tensor_p: spread every layer over GPUs; refused for now.
             progress: called after each top-level module.
+            devices: GPUs to split the layers over, in place of `device`: each gets consecutive
+                top-level modules. By default all are filled to the same share of their free
+                memory, less `model.split.RESERVE_BYTES`, counting caches made before. What is
+                loaded already takes its memory; `unload` it first.
+            use_per_device: GiB of weights for each of `devices`, which are then filled one after
+                the other.
 
         Raises:
-            UnsupportedError: `tensor_p`, a device this build cannot serve, or a stored dtype that
-                cannot be computed with.
+            UnsupportedError: `tensor_p`, a device this build cannot serve, a model that does not
+                fit on `devices`, or a stored dtype that cannot be computed with.
             FormatError: tensors are missing, have wrong shapes, or are ignored where that changes
-                the results; see `model.leftovers`.
+                the results (see `model.leftovers`); arguments exclude each other.
 
         Warns:
             CheckpointWarning: tensors that belong to no part of the model are ignored.
         """
         if tensor_p:
             self._refuse_tensor_parallelism()
-        target = _resolve_device(device)
-        dtype = dtype or (torch.float32 if target.type == "cpu" else torch.float16)
+        if devices is None and use_per_device is not None:
+            raise FormatError("use_per_device is given without the devices it is for")
+        if devices is not None and device is not None:
+            raise FormatError(f"device is {device!r} and devices {devices!r}; give one of them")
+        targets = [resolve_device(device)] if devices is None else resolve_devices(devices)
+        dtype = dtype or (torch.float32 if targets[0].type == "cpu" else torch.float16)
         if dtype not in (torch.float32, torch.float16):
             raise UnsupportedError(f"dtype {dtype}: activations are float32 or float16")
         tensors = source or self.config.files
         names = tensors.names()
         self._check_complete(names)
         check_leftovers(self.unclaimed(names), self.modules, self._where)
-        for done, module in enumerate(self.modules, start=1):
+        if devices is None:
+            places = targets * len(self.modules)
+        else:
+            places = place_modules(
+                self.modules, tensors, self._caches, targets, use_per_device, dtype
+            )
+        for done, (module, target) in enumerate(zip(self.modules, places, strict=True), start=1):
             module.load(tensors, target, dtype)
             if progress is not None:
                 progress(done, len(self.modules))
-        self.device, self.dtype = target, dtype
+        self.device, self.dtype = places[0], dtype
+        self._segments = [
+            (device, [module for _, module in group])
+            for device, group in groupby(
+                zip(places, self.modules, strict=True), key=lambda pair: pair[0]
+            )
+        ]
 
     def unload(self) -> None:
         """Drop all weights."""
         for module in self.modules:
             module.unload()
         self.device = None
+        self._segments = []
 
     def _refuse_tensor_parallelism(self) -> None:
         fused = self.topology.first_fused() if self.topology else None
@@ -163,7 +202,10 @@ class Model:
                 f"tensor_p: {fused} stores q, k and v as one fused matrix, which cannot be spread "
                 f"over devices; load without tensor_p, or convert with this layer split"
             )
-        raise UnsupportedError("tensor_p: tensor parallelism is not there yet; load without it")
+        raise UnsupportedError(
+            "tensor_p: tensor parallelism is not there yet; load without it, or split the layers "
+            "over several GPUs with `devices`"
+        )
 
     @property
     def _where(self) -> str:
@@ -195,7 +237,7 @@ class Model:
             params: see `model.params.KNOWN`; empty or None means whole sequences and no cache.
 
         Returns:
-            float32 `(b, s, vocab)`, the unpadded vocabulary.
+            float32 `(b, s, vocab)`, the unpadded vocabulary, on the device of the head.
 
         Raises:
             FormatError: ids or params are malformed, or the model is not loaded.
@@ -205,21 +247,46 @@ class Model:
         params = params or {}
         ctx = make_context(ids, params, self.device, self.config.vocab_size)
         x = ids
-        for module in self.modules[:-1]:
+        for index, (device, modules) in enumerate(self._segments):
+            if index:
+                # Queued on both devices behind what makes x; the host does not wait.
+                x, ctx = x.to(device, non_blocking=True), ctx.to(device)
+            x = self._run(modules, x, ctx, params)
+        return x
+
+    @torch.inference_mode()
+    def forward_segment(self, index: int, x: Tensor, params: Mapping[str, Any]) -> Tensor:
+        """The part of a pass that runs on one device, for callers that cross the devices.
+
+        Args:
+            index: of the device in `devices`.
+            x: int64 ids `(b, s)` for the first, else the result of the segment before
+                `(b, s, hidden)`, on this device.
+            params: as for `forward`, with what they hold on this device.
+
+        Returns:
+            What the next segment takes; the logits after the last.
+
+        Raises:
+            FormatError: ids or params are malformed, or the model is not loaded.
+        """
+        if not 0 <= index < len(self._segments):
+            raise FormatError(
+                f"segment {index} does not exist, the model is loaded on {len(self._segments)} "
+                f"devices"
+            )
+        device, modules = self._segments[index]
+        if index == 0:
+            ctx = make_context(x, params, device, self.config.vocab_size)
+        else:
+            ctx = context_of_shape(x.shape[0], x.shape[1], params, device)
+        return self._run(modules, x, ctx, params)
+
+    def _run(
+        self, modules: list[Module], x: Tensor, ctx: ForwardContext, params: Mapping[str, Any]
+    ) -> Tensor:
+        for module in modules:
+            if module is self.modules[-1] and "last_tokens_only" in params:
+                x = last_places(x, params["last_tokens_only"], ctx)
             x = module.forward(x, ctx)
-        if "last_tokens_only" in params:
-            x = last_places(x, params["last_tokens_only"], ctx)
-        return self.modules[-1].forward(x, ctx)
-
-
-def _resolve_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        target = torch.device(device)
-    except RuntimeError as error:
-        raise UnsupportedError(
-            f"device {device!r} is not one that torch knows; use cpu, cuda or cuda:N"
-        ) from error
-    require_device(target)
-    return target
+        return x

@@ -35,11 +35,22 @@ def make_context(
         FormatError: an unknown key, ids outside the vocabulary or of a wrong shape or dtype, or
             lengths that do not fit them.
     """
+    _check_ids(ids, vocab_size)
+    batch, seq = ids.shape
+    return context_of_shape(batch, seq, params, device)
+
+
+def context_of_shape(
+    batch: int, seq: int, params: Mapping[str, Any], device: torch.device
+) -> ForwardContext:
+    """The same for `batch` rows of `seq` ids that are known to be good.
+
+    Raises:
+        FormatError: an unknown key, or lengths of a wrong shape or dtype.
+    """
     for key in params:
         if key not in KNOWN:
             raise FormatError(f"params[{key!r}] is unknown; there are {', '.join(KNOWN)}")
-    _check_ids(ids, vocab_size)
-    batch, seq = ids.shape
     cache = _cache(params)
     past = _past(params, batch, cached=cache is not None)
     positions = torch.arange(seq, device=device).expand(batch, seq)

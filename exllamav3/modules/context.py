@@ -118,7 +118,8 @@ class ForwardContext:
     new_lengths: int64 `(b,)` on that device, or None when every token is real.
     cache: None for an uncached pass, in which the `s` tokens are the whole sequences.
     capture: None except while calibrating.
-    shared: what one layer computes and the others reuse in this pass (rotation, masks).
+    shared: what one layer computes and the others of its device reuse in this pass (rotation,
+        masks).
     """
 
     positions: Tensor
@@ -132,3 +133,16 @@ class ForwardContext:
         """The context of whole sequences of equal length with no cache."""
         positions = torch.arange(seq, device=device).expand(batch, seq)
         return cls(positions=positions)
+
+    def to(self, device: torch.device) -> ForwardContext:
+        """The same pass for layers on another device, with nothing shared yet.
+
+        Copies between GPUs are queued behind the work that makes what they copy; nothing waits.
+        """
+        lengths = self.new_lengths
+        return ForwardContext(
+            positions=self.positions.to(device, non_blocking=True),
+            new_lengths=None if lengths is None else lengths.to(device, non_blocking=True),
+            cache=self.cache,
+            capture=self.capture,
+        )

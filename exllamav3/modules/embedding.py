@@ -35,6 +35,11 @@ class Embedding(Module):
         )
         self.weight = weight.to(self.device)
 
+    def own_bytes(self, source: TensorSource, dtype: torch.dtype) -> int:
+        """Those of the table as it is stored."""
+        stored = source.describe(f"{self.key}.weight").dtype
+        return self.vocab_size * self.hidden_size * (4 if stored == "F32" else 2)
+
     def unload_own(self) -> None:
         """Drop the table."""
         self.weight = None

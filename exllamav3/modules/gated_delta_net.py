@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -143,6 +144,13 @@ class GatedDeltaNet(Module):
                 source, f"{self.key}.{name}", shape, "gated delta net parameter"
             )
             self._own[name] = tensor.to(self.device, torch.float32)
+
+    def own_bytes(self, source: TensorSource, dtype: torch.dtype) -> int:
+        """Those of its parameters, and of the copy that a GPU makes of the gate projections."""
+        g = self.geometry
+        own = sum(map(prod, self._own_shapes().values())) * torch.float32.itemsize
+        gates = 0 if g.grouped else 2 * g.value_heads * g.hidden_size * dtype.itemsize
+        return own + gates
 
     def unload_own(self) -> None:
         """Drop them."""

@@ -13,7 +13,7 @@ from exllamav3.codec.params import pad_to_block
 from exllamav3.codec.tensor import EXL3_SUFFIXES, Exl3Tensor, is_exl3
 from exllamav3.errors import FormatError
 from exllamav3.modules.context import ForwardContext
-from exllamav3.modules.module import Module, TensorSource, read_weight
+from exllamav3.modules.module import Module, TensorSource, count_weights, read_weight
 
 LinearKind = Literal["bits", "head_bits", "mtp_bits"]
 """Which of a conversion's bit settings a linear follows."""
@@ -138,6 +138,13 @@ class Linear(Module):
         if self.has_bias:
             bias, _ = read_weight(source, f"{self.key}.bias", (self.out_features,), "bias")
             self.bias = bias.to(self.device, self.dtype)
+
+    def own_bytes(self, source: TensorSource, dtype: torch.dtype) -> int:
+        """Those of the EXL3 group as it is held, or of a dense weight in the activation dtype."""
+        if not is_exl3(self.key, source.names()):
+            return super().own_bytes(source, dtype)
+        vectors = self.in_padded + self.out_padded + (self.out_padded if self.has_bias else 0)
+        return 2 * (count_weights(source, [f"{self.key}.trellis"]) + vectors)
 
     def unload_own(self) -> None:
         """Drop weight and bias."""

@@ -7,6 +7,7 @@ checkpoint folder or a dictionary that a converter has just filled.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from math import prod
 from typing import Protocol
 
 import torch
@@ -148,6 +149,17 @@ class Module:
         """
         return ()
 
+    def own_bytes(self, source: TensorSource, dtype: torch.dtype) -> int:
+        """Memory that `load_own` takes on the device, from shapes and stored dtypes alone.
+
+        Here: tensors that are held in the activation dtype `dtype`.
+        """
+        return count_weights(source, self.own_names(source.names())) * dtype.itemsize
+
+    def total_bytes(self, source: TensorSource, dtype: torch.dtype) -> int:
+        """`own_bytes` of this module and all below it."""
+        return sum(module.own_bytes(source, dtype) for module in self)
+
     def get_tensors(self) -> dict[str, Tensor]:
         """The tensors this module holds itself, by name, as a checkpoint stores them."""
         return {}
@@ -159,6 +171,11 @@ class Module:
     def missing(self, names: Collection[str]) -> list[str]:
         """Names that this module and its children need and `names` does not have."""
         return [n for module in self for n in module.own_names(names) if n not in names]
+
+
+def count_weights(source: TensorSource, names: Collection[str]) -> int:
+    """Numbers in all of these tensors; no data is read."""
+    return sum(prod(source.describe(name).shape) for name in names)
 
 
 def read_weight(

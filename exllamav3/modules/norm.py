@@ -41,6 +41,10 @@ class RMSNorm(Module):
         self.weight = weight.to(self.device, torch.float32)
         self._scale = self.weight + self.offset
 
+    def own_bytes(self, source: TensorSource, dtype: torch.dtype) -> int:
+        """Those of the weight and of the scale made of it."""
+        return 2 * self.size * torch.float32.itemsize
+
     def unload_own(self) -> None:
         """Drop the weight."""
         self.weight = self._scale = None

@@ -90,14 +90,16 @@ class Rope:
     def __init__(self, settings: RopeSettings) -> None:
         self.settings = settings
         self._inv_freq = settings.inv_freq()
+        self._on_device: dict[torch.device, Tensor] = {}
 
     def table(self, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 `(b, s, 1, rotary_dim / 2)`; made once a pass."""
         table: tuple[Tensor, Tensor] | None = ctx.shared.get(self)
         if table is None:
-            if self._inv_freq.device != ctx.positions.device:
-                self._inv_freq = self._inv_freq.to(ctx.positions.device)
-            angle = ctx.positions[:, :, None, None].float() * self._inv_freq
+            device = ctx.positions.device
+            if device not in self._on_device:
+                self._on_device[device] = self._inv_freq.to(device)
+            angle = ctx.positions[:, :, None, None].float() * self._on_device[device]
             factor = self.settings.attention_factor
             table = ctx.shared[self] = (angle.cos() * factor, angle.sin() * factor)
         return table
