@@ -101,8 +101,8 @@ def packed(linear: Linear, bits: int) -> dict[str, Tensor]:
     return {f"{linear.key}.{n}": t for n, t in zip(names, (trellis, suh, svh, marker), strict=True)}
 
 
-def make_model(route: str, topology: ResolvedTopology | None) -> Model:
-    """A loaded model of random weights."""
+def make_model(route: str, topology: ResolvedTopology | None, load=None) -> Model:
+    """A loaded model of random weights; `load(model, source)` loads it elsewhere."""
     torch.manual_seed(0)
     config = Config(CONFIG)
     model = Model.from_config(config, topology=topology)
@@ -118,7 +118,11 @@ def make_model(route: str, topology: ResolvedTopology | None) -> Model:
                 name: (torch.randn(shape, device="cuda") * scale).to(torch.bfloat16)
                 for name, (shape, scale) in shapes.items()
             }
-    model.load("cuda", source=GpuSource(tensors))
+    source = GpuSource(tensors)
+    if load is None:
+        model.load("cuda", source=source)
+    else:
+        load(model, source)
     model.set_qkv_route(route)
     return model
 
