@@ -221,8 +221,6 @@ def step_us(model: Model, batch: int, capture: bool | None, count: int) -> float
 
 def profile_step(model: Model, batch: int = 1) -> None:
     """Kernels of one replayed step, by total time."""
-    from torch.profiler import ProfilerActivity, profile
-
     cache = Cache(model, 1024 * batch, batch)
     sequences = [cache.new_sequence(1024) for _ in range(batch)]
     for sequence in sequences:
@@ -231,9 +229,16 @@ def profile_step(model: Model, batch: int = 1) -> None:
     tokens = torch.ones(batch, 1, dtype=torch.long)
     for _ in range(3):
         graphs.step(sequences, tokens)
+    kernel_rows(lambda: graphs.step(sequences, tokens), f"one step ({batch} rows)")
+
+
+def kernel_rows(function: Callable[[], object], what: str) -> None:
+    """Print the kernels that a call runs, by total time."""
+    from torch.profiler import ProfilerActivity, profile
+
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        graphs.step(sequences, tokens)
+        function()
         torch.cuda.synchronize()
     rows: dict[str, list[float]] = {}
     for event in recorded.events():
@@ -241,7 +246,7 @@ def profile_step(model: Model, batch: int = 1) -> None:
             rows.setdefault(event.name, []).append(event.device_time)
     total = sum(sum(times) for times in rows.values())
     launches = sum(len(times) for times in rows.values())
-    print(f"\nkernels of one step ({batch} rows): {launches} launches, {total:.0f} us busy")
+    print(f"\nkernels of {what}: {launches} launches, {total:.0f} us busy")
     for name, times in sorted(rows.items(), key=lambda entry: -sum(entry[1]))[:24]:
         print(f"{sum(times):8.1f} us {len(times):4d} x  {name[:110]}")
 

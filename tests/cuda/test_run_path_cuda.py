@@ -21,6 +21,9 @@ pytestmark = pytest.mark.cuda
         {"batch": 3, "tokens": 65, "k_heads": 2, "v_heads": 6, "dk": 64, "dv": 64},
         {"batch": 1, "tokens": 3, "k_heads": 3, "v_heads": 3, "dk": 5, "dv": 7},
         {"batch": 1, "tokens": 4, "k_heads": 1, "v_heads": 2, "dk": 256, "dv": 100},
+        {"batch": 2, "tokens": 33, "k_heads": 2, "v_heads": 4, "dk": 132, "dv": 130},
+        {"batch": 1, "tokens": 50, "k_heads": 2, "v_heads": 4, "dk": 24, "dv": 16},
+        {"batch": 2, "tokens": 1, "k_heads": 1, "v_heads": 2, "dk": 30, "dv": 21},
     ],
 )
 def test_delta_rule_is_the_reference_up_to_rounding(sizes, dtype):
@@ -36,11 +39,12 @@ def test_delta_rule_is_the_reference_up_to_rounding(sizes, dtype):
 
 
 def test_delta_rule_in_pieces_is_the_whole_bit_for_bit():
-    inputs = [t.cuda() for t in random_delta_inputs(tokens=9)]
+    inputs = [t.cuda() for t in random_delta_inputs(tokens=39)]
     out, state = ops.gated_delta_rule(*inputs)
     first_out, middle = ops.gated_delta_rule(*(t[:, :4] for t in inputs[:5]), inputs[5])
-    rest_out, end = ops.gated_delta_rule(*(t[:, 4:] for t in inputs[:5]), middle)
-    assert torch.equal(torch.cat([first_out, rest_out], 1), out)
+    one_out, middle = ops.gated_delta_rule(*(t[:, 4:5] for t in inputs[:5]), middle)
+    rest_out, end = ops.gated_delta_rule(*(t[:, 5:] for t in inputs[:5]), middle)
+    assert torch.equal(torch.cat([first_out, one_out, rest_out], 1), out)
     assert torch.equal(end, state)
 
 

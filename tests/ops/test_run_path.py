@@ -18,7 +18,9 @@ def rms(x, scale, eps):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 5120), (2, 3, 128), (5, 80), (3, 2, 4, 96)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 5120), (2, 3, 128), (5, 80), (3, 2, 4, 96), (9, 256), (2, 82)]
+)
 @pytest.mark.parametrize("gated", [False, True])
 def test_rms_norm(device, dtype, shape, gated):
     x = random_input(*shape, device=device).to(dtype)
@@ -57,16 +59,19 @@ def test_norm_and_rotation_of_a_strided_view(device, dtype, normed, head_dim, ha
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("silu", [False, True])
-def test_gates(device, dtype, silu):
-    gate, x = (random_input(3, 5, 77, seed=seed, device=device).to(dtype) for seed in (1, 2))
+@pytest.mark.parametrize("width", [77, 80])
+def test_gates(device, dtype, silu, width):
+    gate, x = (random_input(3, 5, width, seed=seed, device=device).to(dtype) for seed in (1, 2))
     factor = torch.sigmoid(gate.double()) * (gate.double() if silu else 1)
     y = ops.gate_mul(gate, x, silu=silu)
     assert y.dtype == dtype
     assert relative_error(y, x.double() * factor) < ROUNDING[dtype]
 
 
-def delta_arguments(device, batch=2, tokens=5, dtype=torch.float32, lengths=None, taps=4):
-    heads, value_heads, key_dim, value_dim = 2, 6, 16, 24
+def delta_arguments(
+    device, batch=2, tokens=5, dtype=torch.float32, lengths=None, taps=4, dims=(16, 24)
+):
+    heads, value_heads, (key_dim, value_dim) = 2, 6, dims
     channels = 2 * heads * key_dim + value_heads * value_dim
     sizes = [
         (batch, tokens, channels),
@@ -118,6 +123,10 @@ def exact_delta_inputs(qkv, past, weight, a, b, decay_log, time_bias, lengths, h
         {"dtype": torch.bfloat16},
         {"lengths": [5, 2]},
         {"lengths": [0, 1]},
+        {"dims": (128, 128), "tokens": 67, "lengths": [67, 34], "dtype": torch.float16},
+        {"dims": (128, 128), "tokens": 1, "batch": 3},
+        {"dims": (15, 24)},
+        {"dims": (16, 132)},
     ],
 )
 def test_inputs_of_the_delta_rule(device, changes):

@@ -37,9 +37,10 @@ cudaError_t launch_reconstruct_columns(const WeightView& w, const void* suh, con
 
 cudaError_t launch_rotate_input(const void* x, const void* suh, void* out, int64_t rows, int k,
                                 Float type, cudaStream_t s) {
-    const int64_t count = rows * (k / kBlock);
-    const int blocks = static_cast<int>(std::min<int64_t>((count + 7) / 8, kRotateBlocks));
-    rotate_input_kernel<<<blocks, 256, 0, s>>>(x, suh, out, count, k, type);
+    const int across = (k / kBlock + 7) / 8;
+    const auto down = static_cast<unsigned>(
+        std::min<int64_t>(rows, std::max(kRotateBlocks / across, 1)));
+    rotate_input_kernel<<<dim3(across, down), 256, 0, s>>>(x, suh, out, rows, k, type);
     return cudaGetLastError();
 }
 

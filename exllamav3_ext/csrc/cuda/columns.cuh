@@ -186,20 +186,23 @@ __global__ void __launch_bounds__(kColumnThreads, 3)
     }
 }
 
-// One warp a block of 128 channels of a row.
+// One warp a block of 128 channels, of rows blockIdx.y, blockIdx.y + gridDim.y, ...
 __global__ void __launch_bounds__(256)
-    rotate_input_kernel(const void* x, const void* suh, void* out, int64_t count, int k,
+    rotate_input_kernel(const void* x, const void* suh, void* out, int64_t rows, int k,
                         Float type) {
-    const int lane = threadIdx.x & 31, blocks = k / kBlock;
+    const int channel = kBlock * (8 * blockIdx.x + threadIdx.x / 32) + 4 * (threadIdx.x & 31);
     const float inverse = 1.f / power_above(suh, k);
-    for (int64_t i = (int64_t(blockIdx.x) * 256 + threadIdx.x) / 32; i < count;
-         i += int64_t(gridDim.x) * 8) {
-        const float4 s = load4(suh, kBlock * int(i % blocks) + 4 * lane, Float::kHalf);
-        const float4 v = load4(x, kBlock * i + 4 * lane, type);
-        store4(out, kBlock * i + 4 * lane,
-               hadamard128(v * float4{s.x * inverse, s.y * inverse, s.z * inverse, s.w * inverse}),
-               Float::kHalf);
-    }
+    if (channel >= k) return;
+    const float4 s = load4(suh, channel, Float::kHalf);
+    const float4 scale = {s.x * inverse, s.y * inverse, s.z * inverse, s.w * inverse};
+    with_type(type, [&](auto known) {
+        constexpr Float kType = decltype(known)::value;
+#pragma unroll 2
+        for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
+            const float4 v = load4(x, row * k + channel, kType);
+            store4(out, row * k + channel, hadamard128(v * scale), Float::kHalf);
+        }
+    });
 }
 
 }  // namespace exl3
