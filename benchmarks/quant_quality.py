@@ -105,18 +105,21 @@ class Source:
         return matrix
 
 
-def measure(source: Source, case: Case, seed: int) -> tuple[float, dict[str, float]]:
+def measure(
+    source: Source, case: Case, seed: int, device: str = "cpu"
+) -> tuple[float, dict[str, float]]:
     """Proxy error of one case, and that of q, k and v inside a fused one."""
     weight_KN, _ = pad_weight(source.weight(case.layer, case.part))
     matrix = source.second_moments(case.layer)
+    hessian = make_hessian(matrix, 24576, seed).to(device)
     settings = QuantSettings(case.bits, Codebook.MUL1, out_scales=True, seed=seed)
-    tensor, report = quantize_linear(weight_KN, make_hessian(matrix, 24576, seed), settings)
+    tensor, report = quantize_linear(weight_KN.to(device), hessian, settings)
     if report.proxy_error is None:
         raise RuntimeError(f"{case.name}: no proxy error was measured")
     if case.part != "fused_qkv":
         return report.proxy_error, {}
     splits = [source.weight(case.layer, name).shape[0] for name in PARTS[:3]]
-    decoded = split_qkv(tensor.reconstruct().T, splits)
+    decoded = split_qkv(tensor.reconstruct().T.cpu(), splits)
     originals = split_qkv(weight_KN.float().T, splits)
     inside = {}
     for name, w_OI, decoded_OI in zip(PARTS, originals, decoded, strict=False):
@@ -149,15 +152,19 @@ def main() -> int:
     parser.add_argument("--bits", type=int, nargs="+", default=list(RATES), choices=RATES)
     parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS), choices=LAYERS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda")
     arguments = parser.parse_args()
     info = build_info()
-    print(f"torch {info['torch']}, {info['isa'] if info['native'] else 'references'}, mul1, ")
+    where = info["isa"] if info["native"] else "references"
+    if arguments.device != "cpu":
+        where = torch.cuda.get_device_name(arguments.device)
+    print(f"torch {info['torch']}, {where}, mul1, ")
     print(f"{arguments.seeds} seeds. In brackets: our mean over the reference.\n")
     print("| layer | matrix | K | mean | worst | default | scaled | in bounds |")
     print("|---|---|---|---|---|---|---|---|")
     source, started, missed, inside_fused = Source(), time.perf_counter(), 0, []
     for case in cases(source, arguments.layers, arguments.bits):
-        results = [measure(source, case, seed) for seed in range(arguments.seeds)]
+        results = [measure(source, case, seed, arguments.device) for seed in range(arguments.seeds)]
         line = row(case, [error for error, _ in results])
         missed += line.endswith("NO |")
         print(line, flush=True)

@@ -1,7 +1,9 @@
 """Fixtures of the whole suite.
 
 EXL3_FAIL_ON_SKIP=1 turns every skip into a failure, so that a CI lane cannot stay
-green by skipping. Tests marked `slow` or `cuda` are deselected unless asked for.
+green by skipping. Tests marked `slow` or `cuda` are deselected unless asked for. Tests
+marked `two_gpus` skip on a machine with one, and that is no failure anywhere: the number of
+GPUs is no choice of a lane.
 """
 
 from __future__ import annotations
@@ -46,11 +48,21 @@ def _thread_count_is_restored() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs more GPUs than there are."""
+    if item.get_closest_marker("two_gpus") is None:
+        return
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, {torch.cuda.device_count()} found")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     """Make a skip a failure when asked to."""
     report = yield
-    expected = hasattr(report, "wasxfail")
+    expected = hasattr(report, "wasxfail") or item.get_closest_marker("two_gpus") is not None
     if report.skipped and not expected and os.environ.get("EXL3_FAIL_ON_SKIP") == "1":
         report.outcome = "failed"
         report.longrepr = f"skipped under EXL3_FAIL_ON_SKIP=1: {report.longrepr}"

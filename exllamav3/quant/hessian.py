@@ -97,13 +97,25 @@ class HessianAccumulator:
                 f"Hessian: activation has shape {tuple(x.shape)} and dtype {x.dtype}, expected "
                 f"floating point (..., width) with width from 1 to {self.in_features}"
             )
-        rows_TW = x.detach().reshape(-1, width).to(self._sum_KK.device, torch.float32)
+        rows_TW = x.detach().reshape(-1, width).to(self._sum_KK.device)
         finite_T = rows_TW.isfinite().all(dim=1)
         # A masked product would spread 0 * nan; selecting rows would wait for the device.
         rows_TW = rows_TW.where(finite_T[:, None], 0.0)
-        with exact_float32_matmul():
-            self._sum_KK[:width, :width].addmm_(rows_TW.T, rows_TW)
+        self._add_product(self._sum_KK[:width, :width], rows_TW)
         self._count += finite_T.sum()
+
+    @staticmethod
+    def _add_product(sum_WW: Tensor, rows_TW: Tensor) -> None:
+        """sum += rows^T rows, every product exact, sums in float32."""
+        if rows_TW.is_cuda and rows_TW.dtype == torch.float16:
+            # Products of float16 are exact in float32, so tensor cores lose nothing, and are ten
+            # times as fast: without them, a wide down projection would take longer here than in
+            # the trellis search.
+            torch.addmm(sum_WW, rows_TW.T, rows_TW, out_dtype=torch.float32, out=sum_WW)
+            return
+        rows_TW = rows_TW.to(torch.float32)
+        with exact_float32_matmul():
+            sum_WW.addmm_(rows_TW.T, rows_TW)
 
     def merge(self, other: HessianAccumulator) -> None:
         """Add what another device has accumulated for the same activation.

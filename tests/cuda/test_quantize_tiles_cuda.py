@@ -42,13 +42,16 @@ def test_values_are_the_codebook_values_of_the_states_and_states_survive_packing
     assert torch.equal(unpack(pack(states.cpu()[None], bits))[0], states.cpu())
 
 
+@pytest.mark.parametrize("scale", [0.7, 0.9, 1.1])  # the last has targets beyond the codebook
+@pytest.mark.parametrize("codebook", list(Codebook), ids=lambda c: c.value)
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_error_is_that_of_the_cpu_search(bits):
-    tiles = random_tiles(64, seed=3)
-    on_cpu = (quantize_tiles(tiles.cpu(), bits, 2)[0] - tiles.cpu()).square().mean()
-    on_gpu = (quantize_tiles(tiles, bits, 2)[0] - tiles).square().mean().cpu()
-    # float16 targets and costs: at 7 and 8 bits their rounding shows beside the quantization error
-    assert on_gpu / on_cpu - 1 < (0.005 if bits <= 6 else 0.02)
+def test_error_is_that_of_the_cpu_search(bits, codebook, scale):
+    tiles = random_tiles(64, seed=3, scale=scale)
+    on_cpu = (quantize_tiles(tiles.cpu(), bits, codebook)[0] - tiles.cpu()).square().mean(1)
+    on_gpu = (quantize_tiles(tiles, bits, codebook)[0] - tiles).square().mean(1).cpu()
+    assert on_gpu.mean() / on_cpu.mean() - 1 < 0.005
+    if bits >= 7:  # nearly the same ring; with fewer bits single tiles may close another way
+        assert (on_gpu / on_cpu - 1).max() < 0.1
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -2,20 +2,63 @@
 
 import pytest
 import torch
-from tiny_models import llama_config, load_model, qwen35_config, random_tensors, write_folder
+from tiny_models import (
+    llama_config,
+    load_model,
+    qwen35_config,
+    random_exl3,
+    random_tensors,
+    write_folder,
+)
 
 from exllamav3.cache import Cache
+from exllamav3.topology import Projection, ResolvedTopology, TopologyRow
 
 CONFIGS = {
     "llama": llama_config(num_attention_heads=9, num_key_value_heads=3, head_dim=80),
     "qwen3.5": qwen35_config(),
 }
+REAL_HEADS = qwen35_config() | {
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
+"""The heads of Qwen3.5-27B, 24/4 of 256 lanes with a gate, on a narrow residual stream."""
+FUSED = {
+    "llama, fused": (CONFIGS["llama"], (0, 1), (720, 240, 240)),
+    "qwen3.5, fused": (REAL_HEADS, (1,), (12288, 1024, 1024)),
+}
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=[*CONFIGS, *FUSED])
 def model(request, tmp_path, device):
-    config = CONFIGS[request.param]
-    return load_model(write_folder(tmp_path, config, random_tensors(config)), device)
+    """Dense models, and quantized ones whose attention blocks are fused."""
+    if request.param in CONFIGS:
+        config = CONFIGS[request.param]
+        yield load_model(write_folder(tmp_path, config, random_tensors(config)), device)
+        return
+    config, numbers, splits = FUSED[request.param]
+    layers = [f"model.layers.{number}.self_attn" for number in numbers]
+    projections = (Projection("qkv_proj", 4, "mul1", "always"),)
+    topology = ResolvedTopology(tuple(TopologyRow(layer, splits, projections) for layer in layers))
+    tensors = random_tensors(
+        config,
+        topology=topology,
+        quantize=lambda part: random_exl3(part.key, part.in_features, part.out_features),
+    )
+    quantization = {
+        "quant_method": "exl3",
+        "version": "1",
+        "bits": 4.0,
+        "head_bits": 4,
+        "exl3_qkv_topology": topology.to_obj(),
+    }
+    folder = write_folder(tmp_path, config | {"quantization_config": quantization}, tensors)
+    model = load_model(folder, device)
+    yield model
+    taken = model.routes()
+    assert list(taken) == layers
+    assert all(set(routes) == {"fused"} for routes in taken.values())
 
 
 def assert_same(found, expected):

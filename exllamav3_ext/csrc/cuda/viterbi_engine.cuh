@@ -14,7 +14,8 @@ __device__ __forceinline__ __half2 branch(__half2 value, __half2 w, __half2 cost
     return __hfma2(d, d, cost);
 }
 
-// What a step takes off all costs of a tile: the cost of node 0 before it, or the least after it.
+// What a step takes off all costs of a tile: the cost of node 0 before it (up to 4 bits), or the
+// least after it (from 5 bits on).
 // Each tile of a block decides for itself, so that its result does not depend on its neighbour.
 struct Renorm {
     bool first, least_a, least_b;
@@ -49,10 +50,12 @@ class Engine {
         for (int group = 0; group < kGroups; ++group) {
             Cost out[kOut];
             cheapest(out, in, w, group);
-            if (renorm.first)
+            if constexpr (!G::kOffLeast) {
+                if (renorm.first)
 #pragma unroll
-                for (int o = 0; o < kOut; ++o) out[o] = __hsub2(out[o], base);
-            if constexpr (G::kFar > 0) {
+                    for (int o = 0; o < kOut; ++o) out[o] = __hsub2(out[o], base);
+            } else {
+                static_assert(kGroups == 1, "the least of all nodes is known after one group");
                 if (renorm.least()) {
                     const Cost least = least_cost(out);
                     const Cost off = __halves2half2(
@@ -144,7 +147,7 @@ class Engine {
         }
     }
 
-    // Least cost of all nodes, tile by tile. Rare, so that its two barriers do not matter.
+    // Least cost of all nodes, tile by tile. Every 16th step, so that its two barriers hardly matter.
     __device__ static Cost least_cost(const Cost (&out)[kOut]) {
         __shared__ Cost of_warp[kThreads / 32];
         Cost best = out[0];

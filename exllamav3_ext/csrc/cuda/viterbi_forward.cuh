@@ -93,10 +93,13 @@ __global__ void __launch_bounds__(kThreads, 1) forward(ForwardArgs args) {
         // In a forced pass not before every node has been reached: node 0 may be forbidden.
         Renorm renorm{};
         if (!kForced || t >= 16) {
-            renorm.first = (t & (G::kRenorm - 1)) == G::kRenorm - 1;
-            if constexpr (G::kFar > 0) {
-                renorm.least_a = fabsf(__low2float(weights[t & 255])) > G::kFar * G::kScale;
-                renorm.least_b = fabsf(__high2float(weights[t & 255])) > G::kFar * G::kScale;
+            const bool due = (t & (G::kRenorm - 1)) == G::kRenorm - 1;
+            if constexpr (G::kOffLeast) {
+                const float2 w = __half22float2(weights[t & 255]);
+                renorm.least_a = due || fabsf(w.x) > G::kFar * G::kScale;
+                renorm.least_b = due || fabsf(w.y) > G::kFar * G::kScale;
+            } else {
+                renorm.first = due;
             }
         }
         engine.step(in, next, weights[t & 255], renorm,

@@ -34,6 +34,25 @@ def test_half_precision_rows_are_summed_in_float32():
     assert hessian.matrix[0, 0] == 1.0
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", [128, 96])
+def test_half_precision_rows_on_a_gpu_are_summed_in_float32(width):
+    """Products of float16 are exact; what remains is the rounding of float32 sums."""
+    x = (correlated_rows(5000, width, seed=4) * 30).half()
+    x[17, 5] = float("inf")
+    on_gpu = HessianAccumulator(128, "cuda")
+    for part in x.cuda().view(5, 1000, width):
+        on_gpu.add(part)
+    hessian = on_gpu.finish(seed=0)
+    rows = torch.cat([x[:17], x[18:]]).double()
+    exact = rows.T @ rows / len(rows)
+    assert hessian.count == len(rows)
+    found = hessian.matrix.cpu().double()
+    assert float((found[:width, :width] - exact).norm() / exact.norm()) < 1e-5
+    assert not found[width:].any()
+    assert not found[:, width:].any()
+
+
 def test_narrow_rows_are_zero_extended():
     x = correlated_rows(50, 96, seed=1)
     hessian = accumulate(x).finish(seed=0)

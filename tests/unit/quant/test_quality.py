@@ -39,6 +39,17 @@ def test_four_bits_stay_below_the_established_error(quality, source, layer, part
     assert error < at_most * case.scaled
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "fused_qkv"])
+@pytest.mark.parametrize("layer", [3, 12])
+def test_the_error_on_a_gpu_is_within_bounds(quality, source, layer, part, bits):
+    case = source.case(layer, part, bits)
+    errors = [quality.measure(source, case, seed, "cuda")[0] for seed in range(2)]
+    assert statistics.mean(errors) <= case.limit
+    assert max(errors) <= case.single_limit
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
