@@ -118,8 +118,8 @@ def test_two_gpus_share_the_rows_and_give_the_quality_of_one(
         assert set(taken) == {"fused"}
     found = ratios(both, on_one_gpu)
     print(f"\ntwo GPUs / one: mean {found.mean():.5f}, {found.aminmax()}")
-    assert abs(float(found.log().mean())) < 2e-3
-    assert float((found - 1).abs().max()) < 0.05
+    assert abs(float(found.log().mean())) < 1e-3
+    assert float((found - 1).abs().max()) < 0.03
     ids = torch.arange(200)[None]
     one, two = (load_model(r.out_dir, "cuda").forward(ids)[0] for r in (on_one_gpu, both))
     log_p, log_q = one.log_softmax(-1), two.log_softmax(-1)
