@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from exllamav3.errors import ConversionError, FormatError
@@ -167,12 +166,12 @@ class ModulePipeline:
             state.drop(converted.report.bad_rows, key)
             good = state.good()
             self.listener.stage(key, "advancing", len(good))
-            moved = self.quantized.forward(
+            moved, finite = self.quantized.advance(
                 index, [state.rows[n] for n in good], self.listener.advance
             )
             for number, row in zip(good, moved, strict=True):
                 state.rows[number] = row
-            state.drop((n for n in good if not torch.isfinite(state.rows[n]).all()), key)
+            state.drop((n for n, fine in zip(good, finite, strict=True) if not fine), key)
             made = [state.rows[n] for n in numbers]
         self.quantized.unload(index)
         return compare(list(converted.references.values()), made)

@@ -80,6 +80,28 @@ class Replicas:
 
         return [output for part in self._each(work, rows) for output in part]
 
+    def advance(
+        self, index: int, rows: Sequence[Tensor], done: Progress = no_progress
+    ) -> tuple[list[Tensor], list[bool]]:
+        """Outputs of one module for each row, on the CPU, and whether each is finite.
+
+        A row's memory is taken for its output where shape and dtype allow: new memory of this
+        size would take longer to come by than the copy. So the rows given are gone.
+        """
+
+        def work(slot: int, share: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
+            outputs: list[Tensor] = []
+            finite: list[bool] = []
+            for batch in _batches(share):
+                result = self._forward(index, slot, batch, None)
+                finite.extend(torch.isfinite(result).flatten(1).all(1).tolist())
+                outputs.extend(_replaced(row, y) for row, y in zip(batch, result, strict=True))
+                done(len(batch))
+            return outputs, finite
+
+        parts = self._each(work, rows)
+        return [y for part in parts for y in part[0]], [f for part in parts for f in part[1]]
+
     def observe(
         self,
         index: int,
@@ -133,7 +155,9 @@ class Replicas:
         self, index: int, slot: int, rows: Sequence[Tensor], capture: Capture | None
     ) -> Tensor:
         device = self.devices[slot]
-        batch = torch.stack(list(rows)).to(device)
+        batch = torch.empty((len(rows), *rows[0].shape), dtype=rows[0].dtype, device=device)
+        for place, row in zip(batch, rows, strict=True):  # no stack in memory of the CPU first
+            place.copy_(row)
         ctx = ForwardContext.uncached(batch.shape[0], batch.shape[1], device)
         ctx.capture = capture
         return self._trees[slot][index].forward(batch, ctx)
@@ -146,6 +170,13 @@ def _batches(rows: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     size = max(1, TOKENS_PER_BATCH // rows[0].shape[0])
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
+
+
+def _replaced(row: Tensor, output: Tensor) -> Tensor:
+    """The output in the row's memory, or in its own where it does not fit."""
+    if row.shape == output.shape and row.dtype == output.dtype:
+        return row.copy_(output)
+    return output.to("cpu", copy=True)
 
 
 def _rows_of(batch: Tensor) -> list[Tensor]:

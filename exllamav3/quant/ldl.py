@@ -16,6 +16,8 @@ from exllamav3.errors import ConversionError
 
 RETRIES = 10
 """Times that damping is raised when the factorisation fails."""
+COLUMNS_AT_ONCE = 64
+"""Block columns divided together."""
 
 
 def block_ldl(metric_KK: Tensor, sigma_reg: float) -> Tensor:
@@ -50,15 +52,21 @@ def block_ldl(metric_KK: Tensor, sigma_reg: float) -> Tensor:
 
 
 def _unit_lower(lower_KK: Tensor) -> Tensor:
-    """Divide the block columns of a Cholesky factor by their diagonal blocks; zero the diagonal."""
+    """Divide the block columns of a Cholesky factor by their diagonal blocks; zero the diagonal.
+
+    In place, because a wide input's factor takes gigabytes.
+    """
     k = lower_KK.shape[0]
     blocks = k // TILE
     by_block = lower_KK.view(blocks, TILE, blocks, TILE)
     diagonal_BRC = by_block.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     identity = torch.eye(TILE, device=lower_KK.device).expand_as(diagonal_BRC)
     inverse_BRC = torch.linalg.solve_triangular(diagonal_BRC, identity, upper=False)
-    # One product per block column, all of them in one batch.
-    columns_BKC = lower_KK.view(k, blocks, TILE).transpose(0, 1)
-    unit_KK = torch.bmm(columns_BKC, inverse_BRC).transpose(0, 1).reshape(k, k)
-    unit_KK.view(blocks, TILE, blocks, TILE).diagonal(dim1=0, dim2=2).zero_()
-    return unit_KK
+    for first in range(0, blocks, COLUMNS_AT_ONCE):
+        part_BRC = inverse_BRC[first : first + COLUMNS_AT_ONCE]
+        columns = slice(first * TILE, (first + len(part_BRC)) * TILE)
+        # One product per block column, those of the range in one batch.
+        column_BKC = lower_KK[:, columns].reshape(k, -1, TILE).transpose(0, 1)
+        lower_KK[:, columns] = torch.bmm(column_BKC, part_BRC).transpose(0, 1).reshape(k, -1)
+    by_block.diagonal(dim1=0, dim2=2).zero_()
+    return lower_KK

@@ -6,6 +6,8 @@ columns worked on at once (k c <= CHUNK_WEIGHTS):
     K/8 k n        packed trellis
     12 k c         coding: target, running values, states   (18 k c while refitting)
     8 k^2          metric and its factor                    (12 k^2 while factoring or refitting)
+A GPU also needs cost vectors of the tiles searched at once: n/16, or 1,536 in the scale search, of
+1.05 MB each at K = 4 (2.1 at 2 and 3, 0.5 at 6), at most 2.5 GB.
 A 151936-column lm_head on 5120 inputs needs about 5 GB at 6 bits, a 5120 x 14336 weight 2 GB.
 
 The result is a function of (weight, H, settings) on one machine. Tile quantizer results do

@@ -61,9 +61,10 @@ def _row_factors(system_KK: Tensor, moment_K: Tensor) -> Tensor:
     the minimum any more: hence the comparison. With d = r - 1 the objective changes by
     d^T A d + 2 d^T (A 1 - b).
     """
-    damped_KK = system_KK.clone()
-    damped_KK.diagonal().add_(RIDGE * system_KK.diagonal().mean())
-    factor_KK = torch.linalg.cholesky_ex(damped_KK).L
+    diagonal_K = system_KK.diagonal().clone()
+    system_KK.diagonal().add_(RIDGE * diagonal_K.mean())
+    factor_KK = torch.linalg.cholesky_ex(system_KK).L
+    system_KK.diagonal().copy_(diagonal_K)
     solution_K = torch.cholesky_solve(moment_K[:, None], factor_KK)[:, 0]
     solution_K = torch.where(solution_K.isfinite() & (solution_K > 0), solution_K, 1.0)
     change_K = solution_K - 1

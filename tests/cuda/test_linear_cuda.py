@@ -229,7 +229,7 @@ def test_streams_at_once_do_not_disturb_each_other():
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
-@pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_a_device_that_is_not_the_current_one():
     weight = random_weight(512, 256, 4)
     x = random_input(3, 512)

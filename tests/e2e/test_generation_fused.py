@@ -71,7 +71,8 @@ def test_batched_generation_through_fused_and_split_blocks_equals_uncached_passe
     tokens, _ = run_jobs(generator, jobs)
     fused, split = (model.routes()[layer] for layer in LAYERS)
     assert set(fused) == {"fused"}
-    assert set(split) == {"split" if device == "cpu" else "grouped"}
+    # On a GPU a decode step groups the three; a piece of a prompt has too many rows for that.
+    assert set(split) == ({"split"} if device == "cpu" else {"split", "grouped"})
     assert sum(fused.values()) == sum(split.values()) > 0
     for index, prompt in enumerate(prompts):
         logits = model.forward(torch.tensor([prompt + tokens[index]]), {})[0]

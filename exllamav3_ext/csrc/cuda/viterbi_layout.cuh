@@ -77,7 +77,7 @@ struct Layout {
     static constexpr float kFar = 3.0f;
 
     // Positions from 0 that a forced pass searches again.
-    static constexpr int kForcedSteps = K == 1 ? 256 : K <= 3 ? 64 : 32;
+    static constexpr int kForcedSteps = K == 1 ? 256 : K == 2 ? 128 : K == 3 ? 64 : 32;
     // Steps before position 0 whose only product is the first costs.
     static constexpr int kWarmup = K == 1 ? 128 : 96;
 };

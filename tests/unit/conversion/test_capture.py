@@ -92,6 +92,29 @@ def test_a_row_that_becomes_infinite_is_reported(source):
     assert finite == [True, True, True, False, True]
 
 
+def test_advancing_gives_what_forward_gives_in_the_memory_of_the_rows(source):
+    rows = block_rows(5)
+    rows[3][0, 0] = float("nan")
+    models = replicas(2)
+    models.load(1, source)
+    expected = models.forward(1, rows)
+    moved, finite = models.advance(1, rows)
+    assert finite == [True, True, True, False, True]
+    for row, output, wanted in zip(rows, moved, expected, strict=True):
+        assert output is row
+        assert torch.equal(output, wanted) or output.isnan().any()
+
+
+def test_advancing_token_ids_leaves_them_alone(source):
+    ids = [torch.arange(16), torch.arange(16) + 3]
+    models = replicas(1)
+    models.load(0, source)
+    moved, finite = models.advance(0, ids)
+    assert finite == [True, True]
+    assert torch.equal(ids[1], torch.arange(16) + 3)
+    assert all(torch.equal(a, b) for a, b in zip(moved, models.forward(0, ids), strict=True))
+
+
 def test_sensitivities_equal_those_of_autograd(source):
     models = replicas(1)
     models.load(1, source)
