@@ -100,7 +100,7 @@ def make_pipeline(bits: float, rows: int, vocab: int) -> tuple[ModulePipeline, l
     )
     modules = build_decoder(spec)
     source = DictSource(random_tensors(modules))
-    rates, _ = allocate_model(modules, options)
+    rates = allocate_model(modules, options)
     layouts = [module_layout(m, source.names(), rates, options, None) for m in modules]
     devices = [torch.device("cuda:0")]
     dense, quantized = (Replicas(lambda: build_decoder(spec), devices) for _ in range(2))

@@ -172,7 +172,7 @@ def test_quantizing_a_matrix_needs_the_memory_that_is_documented(k, n, bits, vec
     refitting = 18 * k * n + 12 * k**2
     expected = kept + max(searching, coding, refitting)
     print(f"\n{k} x {n}: {peak / 1e9:.2f} GB, documented {expected / 1e9:.2f}")
-    assert peak < 1.1 * expected
+    assert peak < 1.15 * expected
 
 
 def test_loading_needs_the_memory_of_the_model_and_one_tensor(on_one_gpu):
