@@ -3,6 +3,7 @@
 
     python benchmarks/quantize.py              # tables on stdout
     python benchmarks/quantize.py --quick      # fewer shapes
+    python benchmarks/quantize.py --parts      # only what the time of a matrix consists of
 
 Tile quantizer: medians of CUDA-graph replays, Gaussian tiles at the scale of the codebook. The
 batches are those of error feedback, which searches one row of n/16 tiles a call, and one large
@@ -21,7 +22,7 @@ import torch
 import exllamav3_ext
 from exllamav3.codec.params import Codebook
 from exllamav3.ops import quantize_tiles
-from exllamav3.quant import QuantSettings, make_hessian, quantize_linear
+from exllamav3.quant import QuantSettings, make_hessian, quantize, quantize_linear
 
 BATCHES = (384, 896, 4224)  # 6144/16, 14336/16, and 16 waves of two tiles a multiprocessor
 
@@ -93,11 +94,60 @@ def matrix_table(shapes: tuple[tuple[int, int], ...], rates: tuple[int, ...]) ->
         print(f"| {rows} x {columns} | " + " | ".join(cells) + " |", flush=True)
 
 
+def parts_table(shapes: tuple[tuple[int, int], ...]) -> None:
+    """Seconds of the steps of `quantize_linear`, each with a synchronised device."""
+    seconds: dict[str, float] = {}
+
+    def timed(name, function):
+        def run(*args, **kwargs):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            torch.cuda.synchronize()
+            seconds[name] += time.perf_counter() - start
+            return result
+
+        return run
+
+    steps = {
+        "coding": "quantize_with_feedback",
+        "refit": "refit_scales",
+        "errors": "weight_errors",
+        "scales": "regularize",
+        "sample": "_sample",
+        "search of g": "search_scale",
+        "factor": "block_ldl",
+    }
+    for name, function in steps.items():
+        setattr(quantize, function, timed(name, getattr(quantize, function)))
+    print("\nmilliseconds of a matrix with Hessian, K=4, mul1")
+    print("| in x out | all | " + " | ".join(steps) + " |")
+    print("|---|---|" + "---|" * len(steps))
+    for rows, columns in shapes:
+        inputs = torch.randn(4 * rows, rows, device="cuda")
+        hessian = make_hessian(inputs.T @ inputs / len(inputs), len(inputs), seed=0)
+        del inputs
+        weight = torch.randn(rows, columns, device="cuda") / rows**0.5
+        for _ in range(2):
+            seconds.update(dict.fromkeys(steps, 0.0))
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            quantize_linear(weight, hessian, QuantSettings(4, Codebook.MUL1))
+            torch.cuda.synchronize()
+            total = time.perf_counter() - start
+        cells = [f"{1e3 * value:.0f}" for value in (total, *seconds.values())]
+        print(f"| {rows} x {columns} | " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--parts", action="store_true")
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), exllamav3_ext.build_info())
+    if args.parts:
+        parts_table(((5120, 1024), (5120, 14336), (5120, 17408), (17408, 5120)))
+        return
     tile_table((2, 3, 4) if args.quick else tuple(range(1, 9)))
     if args.quick:
         matrix_table(((5120, 14336),), (4,))

@@ -17,7 +17,7 @@ from exllamav3.model.devices import free_bytes
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.two_gpus,
 ]
 
 BOTH = ["cuda:0", "cuda:1"]
