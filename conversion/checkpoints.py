@@ -20,7 +20,7 @@ from torch import Tensor
 from exllamav3.errors import FormatError
 from exllamav3.util.json_text import parse_json
 
-from .durable import Step, full_disk_explained, sync_folder, write_json
+from .durable import Step, full_disk_explained, remove, sync_folder, write_json
 from .tensor_file import PendingTensor, read_tensor_file, write_tensor_file
 
 _CURRENT, _OLD, _NEW = "ckpt", "ckpt_old", "ckpt_new"
@@ -83,13 +83,13 @@ class Checkpoints:
                 continue
             try:
                 checkpoint = _read(folder, count)
-            except (FormatError, FileNotFoundError) as error:
+            except (FormatError, FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
                 tell(f"{error}; this checkpoint is dropped, the rows are advanced again")
             else:
                 if checkpoint.next_module <= finished:
                     return checkpoint
                 tell(f"{folder}: beyond the module that is made again, dropped")
-            shutil.rmtree(folder)
+            remove(folder)
         return None
 
     def drop(self) -> None:

@@ -27,6 +27,20 @@ Tests pass one that kills the process; see `STEPS` in `conversion/job_folder.py`
 """
 
 
+def refuse_what_is_no_folder(path: Path, name: str) -> None:
+    """Refuse a path where a folder is or will be made, if something else is there.
+
+    Raises:
+        ConversionError: says what is there.
+    """
+    if path.is_dir():
+        return
+    if path.exists():
+        raise ConversionError(f"{path}: {name} is a file; choose another")
+    if path.is_symlink():
+        raise ConversionError(f"{path}: {name} is a link to nowhere; remove it or choose another")
+
+
 def ignore_step(name: str) -> None:
     """The step function of ordinary runs."""
 
@@ -78,6 +92,14 @@ def write_json(path: Path, value: object, indent: int | None = 4) -> None:
         # A lone surrogate (an undecodable file name, an escape in config.json) has no UTF-8 form;
         # what Python replaces it with happens to be its JSON escape.
         file.write(text.encode("utf-8", "backslashreplace") + b"\n")
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -28,7 +28,7 @@ from exllamav3.errors import ConversionError, FormatError
 from exllamav3.util.json_text import parse_json
 
 from .checkpoints import Checkpoints
-from .durable import PARTIAL, Step, ignore_step, write_json
+from .durable import PARTIAL, Step, ignore_step, refuse_what_is_no_folder, remove, write_json
 from .tensor_file import PendingTensor, read_tensor_file, write_tensor_file
 
 STEPS = (
@@ -49,7 +49,7 @@ STEPS = (
 _JOB, _FINISHED, _LOCK, _ROWS = "job.json", "finished.json", ".lock", "calibration.safetensors"
 _OURS = {_LOCK, _ROWS, _ROWS + PARTIAL, _JOB + PARTIAL}
 """What an interrupted creation can leave behind."""
-RECORD_FORMAT = 1
+RECORD_FORMAT = 2
 """Of job.json; a job of another format is not resumed."""
 _RECORD: dict[str, Any] = {
     "id": str,
@@ -75,8 +75,7 @@ class JobFolder:
         self._made_folders = [p for p in (path, *path.parents) if not p.exists()]
         self._made_lock = not (path / _LOCK).exists()
         self._made_job = False
-        if path.exists() and not path.is_dir():
-            raise ConversionError(f"{path}: the work folder (-w) is a file; choose another")
+        refuse_what_is_no_folder(path, "the work folder (-w)")
         path.mkdir(parents=True, exist_ok=True)
         self._lock = (path / _LOCK).open("a+")
         try:
@@ -235,7 +234,7 @@ class JobFolder:
 
     def discard_module(self, key: str) -> None:
         """Forget a finished module, so that it is made again."""
-        self.module_file(key).unlink()
+        remove(self.module_file(key))
 
     # -- the end
 

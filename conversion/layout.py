@@ -144,4 +144,4 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def _gigabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.2f} GB"
+    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e7 else f"{size_bytes / 1e6:.2f} MB"

@@ -20,6 +20,16 @@ CODEBOOKS = tuple(codebook.value for codebook in Codebook)
 UNQUANTIZED_BITS = 16
 """As a rate: keep the weights as they are."""
 
+_KINDS: dict[str, Any] = {
+    "str": str,
+    "str | None": (str, type(None)),
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "tuple[str, ...]": tuple,
+}
+"""What a field may hold, by its annotation; a truth value is no number."""
+
 OVERRIDABLE = (
     "in_dir",
     "out_dir",
@@ -107,7 +117,8 @@ class ConversionOptions:
         """Read back what `to_json` wrote.
 
         Raises:
-            ConversionError: a key is missing or unknown: another version wrote the job.
+            ConversionError: a key is missing or unknown: another version wrote the job; or a value
+                is none that an option can have.
         """
         known = {field.name for field in fields(cls)}
         if set(values) != known:
@@ -116,12 +127,30 @@ class ConversionOptions:
                 f"{where}: the stored options do not match this version (differing keys: {odd}); "
                 f"start a new job in an empty folder"
             )
-        return cls(**{**values, "devices": tuple(values["devices"])})
+        devices = values["devices"]
+        if not isinstance(devices, list) or not all(isinstance(name, str) for name in devices):
+            raise ConversionError(
+                f"{where}: devices is {devices!r}, expected a list of names; the file is damaged"
+            )
+        try:
+            return cls(**{**values, "devices": tuple(devices)})
+        except ConversionError as error:
+            raise ConversionError(f"{where}: a stored option is damaged: {error}") from error
 
 
 def _problems(options: ConversionOptions) -> list[str]:
     """Sentences about values outside their domain, the most basic first."""
     problems = []
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if not isinstance(value, _KINDS[str(field.type)]) or (
+            isinstance(value, bool) and field.type != "bool"
+        ):
+            expected = str(field.type).replace(" | None", "")
+            flag = _FLAGS[field.name]
+            problems.append(f"{flag} ({field.name}) is {value!r}, expected a value of {expected}")
+    if problems:
+        return problems
 
     def expect(good: bool, name: str, what: str) -> None:
         if not good:
@@ -130,7 +159,7 @@ def _problems(options: ConversionOptions) -> list[str]:
 
     for name in ("in_dir", "work_dir", "out_dir"):
         value = getattr(options, name)
-        expect(isinstance(value, str) and value != "", name, "a folder")
+        expect(value != "", name, "a folder")
         # Files in other folders cannot be opened by the safetensors library.
         expect(_is_unicode(value), name, "a path in UTF-8; rename the folder")
     lowest, highest = INTEGER_BITS[0], INTEGER_BITS[-1]
@@ -164,7 +193,7 @@ def _is_unicode(path: object) -> bool:
 
 
 def _is_rate(bits: int) -> bool:
-    return isinstance(bits, int) and bits in (*INTEGER_BITS, UNQUANTIZED_BITS)
+    return bits in (*INTEGER_BITS, UNQUANTIZED_BITS)
 
 
 def resume_options(

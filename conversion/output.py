@@ -52,7 +52,8 @@ def write_output(
             no config.json then, and resuming writes the folder again.
         TopologyError: the written payloads do not match the declaration.
     """
-    output.clear()
+    copied, ignored = side_files(source.directory)
+    output.clear(copied)
     topology = layout.topology
     groups = _groups(folder, source, layout)
     header = topology_step.shard_header(topology) if topology is not None else None
@@ -62,7 +63,6 @@ def write_output(
     )
     listener.message(f"wrote {', '.join(names)}")
     folder.step("shards in place")
-    copied, ignored = side_files(source.directory)
     for name in copied:
         copy_file(source.directory / name, output.path / name)
     if ignored:

@@ -7,12 +7,14 @@ folder without it is not a model yet.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from exllamav3.checkpoint.index import INDEX_NAME
 from exllamav3.errors import ConversionError
 
-from .durable import PARTIAL, write_json
+from .durable import PARTIAL, refuse_what_is_no_folder, write_json
+from .shards import SHARD_NAME
 
 CLAIM = ".exllamav3-conversion.json"
 WEIGHT_SUFFIXES = (
@@ -42,8 +44,7 @@ class OutputFolder:
         Raises:
             ConversionError: it holds something that this job did not write.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise ConversionError(f"{self.path}: the output folder (-o) is a file; choose another")
+        refuse_what_is_no_folder(self.path, "the output folder (-o)")
         if self.is_ours():
             return
         if self.path.exists():
@@ -70,11 +71,19 @@ class OutputFolder:
             return False
         return isinstance(claim, dict) and claim.get("job") == self.job_id
 
-    def clear(self) -> None:
-        """Remove what an interrupted run of this job wrote; the claim stays."""
+    def clear(self, side: Collection[str]) -> None:
+        """Remove what an interrupted run of this job wrote.
+
+        The claim stays, and so does what somebody else has put here meanwhile.
+
+        Args:
+            side: names of the files that are copied from the source.
+        """
         assert self.is_ours()
+        written = {*side, *_REWRITTEN} - {CLAIM}
         for entry in sorted(self.path.iterdir()):
-            if entry.name != CLAIM and entry.is_file():
+            name = entry.name.removesuffix(PARTIAL)
+            if entry.is_file() and (name in written or SHARD_NAME.fullmatch(name)):
                 entry.unlink()
 
     def release(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from .durable import Step, write_json
 from .tensor_file import PendingTensor, write_tensor_file
 
 MEBIBYTE = 1 << 20
+SHARD_NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+"""Names that `shard_names` makes."""
 
 
 @dataclass(frozen=True, slots=True)

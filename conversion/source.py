@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -30,8 +31,8 @@ QUANTIZED_SUFFIXES = (
     ".weight_packed",
 )
 """Tensors that only quantized checkpoints have."""
-SAMPLE_BYTES = 1 << 16
-"""Of each shard, for the fingerprint."""
+SAMPLE_BYTES = 256
+"""Of each tensor, for the fingerprint: at its start, its middle and its end."""
 
 
 class Source:
@@ -75,9 +76,11 @@ class Source:
         return model_facts(self.spec)
 
     def fingerprint(self) -> str:
-        """Changes with the configuration, any tensor's name, shape or dtype, or a shard's end.
+        """Changes with the configuration, any tensor's name, shape or dtype, or its values.
 
-        Hashing all weights would take minutes on a large model.
+        Of the values a sample of each tensor counts, because hashing all of them would take
+        minutes on a large model: another training or merge of the same model is told apart, a
+        single changed number may not be.
         """
         digest = hashlib.sha256((self.directory / "config.json").read_bytes())
         described = [
@@ -85,10 +88,17 @@ class Source:
             for name, meta in sorted(self.tensors.inventory().items())
         ]
         digest.update(json.dumps(described).encode())
-        for name in sorted(self.tensors.headers):
-            with (self.directory / name).open("rb") as file:
-                file.seek(-min(SAMPLE_BYTES, (self.directory / name).stat().st_size), 2)
-                digest.update(file.read())
+        with ExitStack() as stack:
+            shards = {
+                name: stack.enter_context((self.directory / name).open("rb"))
+                for name in self.tensors.headers
+            }
+            for name, _, _ in described:
+                shard = self.tensors.file_of(name)
+                start, stop = self.tensors.headers[shard].ranges[name]
+                for at in (start, (start + stop) // 2, stop - SAMPLE_BYTES):
+                    shards[shard].seek(max(at, start))
+                    digest.update(shards[shard].read(min(SAMPLE_BYTES, stop - max(at, start))))
         return digest.hexdigest()
 
     def config_obj(self) -> dict[str, object]:

@@ -75,7 +75,7 @@ def start_resumed(
     work_dir: str, given: Mapping[str, Any], plan_path: str | None, step: Step
 ) -> StartedJob:
     """Take up a job; see `ConversionJob.resume`."""
-    if not Path(work_dir).is_dir():
+    if not work_dir or not Path(work_dir).is_dir():
         raise ConversionError(f"{work_dir}: no such folder (-w), so no job to resume")
     folder = JobFolder(Path(work_dir), step)
     try:
@@ -93,12 +93,12 @@ def _resume(folder: JobFolder, given: Mapping[str, Any], plan_path: str | None) 
     options, changed = resume_options(stored, given, where)
     _check_paths(options)
     check_devices(options.devices)
-    plan = _stored_plan(record["qkv_topology"], plan_path, changed, folder.path)
+    plan = _stored_plan(record["qkv_topology"], plan_path, changed, where)
     source = Source(Path(options.in_dir))
     if source.fingerprint() != record["source"]:
         raise ConversionError(
-            f"{options.in_dir}: not the source this job was started with (configuration, tensors "
-            f"or shards differ); restore it, or start a new job"
+            f"{options.in_dir}: not the source this job was started with (configuration or "
+            f"tensors differ); restore it, or start a new job"
         )
     layout = job_layout(source, options, plan)
     notes: tuple[str, ...] = ()
@@ -183,7 +183,7 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_paths(options: ConversionOptions) -> None:
     """Source, work and output must be three folders."""
     named = {"-i": options.in_dir, "-w": options.work_dir, "-o": options.out_dir}
-    resolved = {flag: Path(path).resolve() for flag, path in named.items()}
+    resolved = {flag: Path(os.path.realpath(path)) for flag, path in named.items()}
     for one, two in (("-i", "-o"), ("-i", "-w"), ("-w", "-o")):
         if resolved[one] == resolved[two]:
             raise ConversionError(
@@ -199,7 +199,7 @@ def _check_paths(options: ConversionOptions) -> None:
 
 
 def _stored_plan(
-    stored: str | None, given: str | None, changed: tuple[str, ...], where: Path
+    stored: str | None, given: str | None, changed: tuple[str, ...], where: str
 ) -> Plan | None:
     if stored is None and given is None:
         return None

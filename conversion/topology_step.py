@@ -6,7 +6,6 @@ Without a plan nothing here is called and nothing of `exllamav3.topology` runs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from exllamav3.checkpoint.tensor_files import TensorFiles
@@ -41,19 +40,19 @@ def new_plan(path: str, source: Source, options: ConversionOptions) -> Plan:
     return plan
 
 
-def resumed_plan(stored: str | None, given_path: str | None, where: Path) -> Plan | None:
+def resumed_plan(stored: str | None, given_path: str | None, where: str) -> Plan | None:
     """The plan of a resumed job, which is the stored one.
 
     Raises:
         TopologyError: a plan is given and its content is another.
     """
-    plan = parse_plan(stored, str(where)) if stored is not None else None
+    plan = parse_plan(stored, f"{where}, qkv_topology") if stored is not None else None
     if given_path is not None:
         check_resumed_plan(plan, load_plan(given_path))
     return plan
 
 
-def refuse_new_defaults(changed: tuple[str, ...], where: Path) -> None:
+def refuse_new_defaults(changed: tuple[str, ...], where: str) -> None:
     """A plan was resolved with the job's codebook and scale policy: they cannot change later.
 
     Raises:

@@ -52,6 +52,7 @@ def read_family(config: Config, family: Family) -> DecoderSpec:
     """
     family.refuse(config)
     text = config.text
+    _check_layer_count(config)
     activation = text.text("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedError(
@@ -79,6 +80,16 @@ def read_family(config: Config, family: Family) -> DecoderSpec:
         side_attention=vision_blocks,
         copied=vision_copied + mtp_copied,
     )
+
+
+def _check_layer_count(config: Config) -> None:
+    """Refuse a count that the files cannot hold, before a module is built for each layer."""
+    layers, names = config.num_hidden_layers, config.tensor_names()
+    if config.directory is not None and layers > len(names):
+        raise FormatError(
+            f"{config.text.where}.num_hidden_layers: is {layers}, but {len(names)} tensors are "
+            f"stored; config.json and the tensors belong to different models"
+        )
 
 
 def _prefix(config: Config, family: Family) -> str:

@@ -50,20 +50,29 @@ class Header:
     """What one file says about itself.
 
     tensors: shape and dtype by name, in file order.
+    ranges: first byte and the one after the last, counted from the start of the file, by name.
     metadata: the `__metadata__` map, empty where there is none.
     """
 
     path: Path
     tensors: Mapping[str, TensorMeta]
     metadata: Mapping[str, str]
+    ranges: Mapping[str, tuple[int, int]]
 
 
 def read_header(path: Path) -> Header:
     """Read and check the header of one safetensors file.
 
     Raises:
-        FormatError: the file is truncated, not safetensors, or its header contradicts itself.
+        FormatError: there is no such file, it is truncated or not safetensors, or its header
+            contradicts itself.
     """
+    if not path.is_file():  # opening a pipe would wait for ever
+        what = "a broken link" if path.is_symlink() else "no ordinary file"
+        raise FormatError(
+            f"{path}: {what if path.exists() or path.is_symlink() else 'missing'}; "
+            f"fetch or make it again"
+        )
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -83,7 +92,8 @@ def read_header(path: Path) -> Header:
         tensors[name] = meta
         ranges.append((begin, end, name))
     _check_ranges(sorted(ranges), size_bytes - 8 - length, path)
-    return Header(path, tensors, metadata)
+    places = {name: (8 + length + begin, 8 + length + end) for begin, end, name in ranges}
+    return Header(path, tensors, metadata, places)
 
 
 def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:

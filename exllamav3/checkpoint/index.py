@@ -39,10 +39,11 @@ def read_index(path: Path) -> Index:
     if not isinstance(obj, dict) or not isinstance(obj.get("weight_map"), dict):
         raise FormatError(f'{path}: expected an object with a "weight_map" object')
     for tensor, name in obj["weight_map"].items():
-        if not isinstance(name, str) or Path(name).name != name or not name:
+        plain = isinstance(name, str) and Path(name).name == name and "\0" not in name
+        if not plain or not name.endswith(".safetensors"):
             raise FormatError(
-                f"{path}: weight_map[{tensor!r}] is {name!r}, expected the name of a file in the "
-                f"same folder"
+                f"{path}: weight_map[{tensor!r}] is {name!r}, expected the name of a "
+                f"*.safetensors file in the same folder"
             )
     metadata = obj.get("metadata") or {}
     if not isinstance(metadata, dict):

@@ -6,6 +6,7 @@ file was made, and carries the QKV topology declaration. Source: docs/format.md.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,6 +157,8 @@ class _Taker:
 
     def number(self, key: str) -> float | None:
         value: float | None = self._take(key, (int, float), "a number")
+        if value is not None and not abs(value) <= sys.float_info.max:  # NaN, or beyond a float
+            raise FormatError(f"{self._where}.{key}: is {value!r}, expected a number")
         return value
 
     def text(self, key: str, choices: tuple[str, ...] = ()) -> str | None:

@@ -208,7 +208,11 @@ def _required(key: str, suffix: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 def _scales(key: str, suffix: str, tensors: Mapping[str, Tensor]) -> Tensor:
     legacy = LEGACY_SIGNS[suffix]
-    if f"{key}.{suffix}" not in tensors and f"{key}.{legacy}" in tensors:
+    if f"{key}.{suffix}" in tensors and f"{key}.{legacy}" in tensors:
+        raise FormatError(
+            f"{key} has both {suffix} and {legacy}, scales of two conversions; remove the stale one"
+        )
+    if f"{key}.{legacy}" in tensors:
         return unpack_signs(f"{key}.{legacy}", tensors[f"{key}.{legacy}"])
     return _required(key, suffix, tensors)
 

@@ -49,6 +49,9 @@ class Config:
             UnsupportedError: the model is quantized by another method.
         """
         directory = Path(directory)
+        if not directory.is_dir():
+            problem = "is a file" if directory.exists() else "there is no such folder"
+            raise FormatError(f"{directory}: {problem}, expected a model folder with a config.json")
         return cls(read_json_object(directory / "config.json"), directory)
 
     def _read_quantization(self) -> QuantizationConfig | None:

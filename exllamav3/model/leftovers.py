@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that no module reads: which are harmless, suspicious or contradictory."""
+"""Tensor names that do not fit the model: which are harmless, suspicious or contradictory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 from exllamav3.architecture.decoder import MTP_PREFIX
 from exllamav3.checkpoint.tensor_files import CheckpointWarning
+from exllamav3.codec.params import Codebook
+from exllamav3.codec.tensor import is_exl3
 from exllamav3.errors import FormatError
 from exllamav3.modules.attention import Attention
+from exllamav3.modules.linear import Linear
 from exllamav3.modules.module import Module
 from exllamav3.topology import COMPONENTS, FUSED_NAME
 
@@ -41,14 +44,46 @@ def check_leftovers(unclaimed: Iterable[str], modules: Sequence[Module], where: 
     ]
     if contradictory:
         raise FormatError(
-            f"{where}: {_some(contradictory)} would be ignored, although the layers they belong "
-            f"to are run without them, so the results would be wrong; config.json and the tensors "
-            f"belong to different models, or the tensors are stale and have to be removed"
+            f"{where}: {_some(contradictory)} would be ignored in layers that are run, and the "
+            f"results would not be those of the model; config.json and the tensors belong to "
+            f"different models, or these tensors are stale and have to be removed"
         )
     if unknown:
         warnings.warn(
-            f"{where}: {_some(unknown)} belong to no part of this architecture and are ignored; "
-            f"check that config.json belongs to these tensors",
+            f"{where}: {_some(unknown)} ignored, because no part of this architecture reads such "
+            f"names; check that config.json belongs to these tensors",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+
+
+def check_markers(
+    modules: Sequence[Module], names: Collection[str], stated: Codebook | None, where: str
+) -> None:
+    """Doubt quantized linears that have no marker where the configuration states a codebook.
+
+    Without a marker a trellis counts as 3inst. A conversion that was resumed with another codebook
+    may mix them; a marker that was lost gives noise.
+
+    Warns:
+        CheckpointWarning: names the linears.
+    """
+    markers = [codebook.marker for codebook in Codebook if codebook.marker is not None]
+    if stated is None or stated.marker is None:
+        return
+    bare = [
+        part.key
+        for top in modules
+        for part in top
+        if isinstance(part, Linear)
+        and is_exl3(part.key, names)
+        and not any(f"{part.key}.{marker}" in names for marker in markers)
+    ]
+    if bare:
+        warnings.warn(
+            f"{where}: no marker tensor is stored for {_some(bare, noun='linear')}: read as 3inst, "
+            f"where config.json states {stated.value}. Unless the conversion mixed codebooks, the "
+            f"files are damaged",
             CheckpointWarning,
             stacklevel=4,
         )
@@ -68,7 +103,7 @@ def _places(modules: Sequence[Module], names: Collection[str]) -> tuple[set[str]
     return taken, tuple(absent)
 
 
-def _some(names: Sequence[str], limit: int = 6) -> str:
+def _some(names: Sequence[str], limit: int = 6, noun: str = "tensor") -> str:
     """`2 tensors (a, b)`, the first few of many."""
     shown = ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown})"
+    return f"{len(names)} {noun}{'s' if len(names) > 1 else ''} ({shown})"

@@ -17,7 +17,7 @@ from exllamav3.errors import FormatError, UnsupportedError
 from exllamav3.model.config import Config
 from exllamav3.model.declaration import read_topology
 from exllamav3.model.devices import place_modules, resolve_device, resolve_devices
-from exllamav3.model.leftovers import check_leftovers
+from exllamav3.model.leftovers import check_leftovers, check_markers
 from exllamav3.model.params import context_of_shape, last_places, make_context
 from exllamav3.modules.attention import Attention
 from exllamav3.modules.context import ForwardContext, KvSpec, RecurrentSpec
@@ -170,6 +170,8 @@ class Model:
         names = tensors.names()
         self._check_complete(names)
         check_leftovers(self.unclaimed(names), self.modules, self._where)
+        if self.config.quantization is not None:
+            check_markers(self.modules, names, self.config.quantization.codebook, self._where)
         if devices is None:
             places = targets * len(self.modules)
         else:

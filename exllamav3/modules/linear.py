@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exllamav3.codec.params import pad_to_block
-from exllamav3.codec.tensor import EXL3_SUFFIXES, Exl3Tensor, is_exl3
+from exllamav3.codec.tensor import EXL3_SUFFIXES, PAYLOAD, Exl3Tensor, is_exl3
 from exllamav3.errors import FormatError
 from exllamav3.modules.context import ForwardContext
 from exllamav3.modules.module import Module, TensorSource, count_weights, read_weight
@@ -66,6 +66,8 @@ class Linear(Module):
             weights = tuple(n for s in EXL3_SUFFIXES if (n := f"{self.key}.{s}") in names)
             return weights + bias
         weight = f"{self.key}.weight"
+        if weight not in names and f"{self.key}.trellis" in names:  # name what it lacks
+            return (*(f"{self.key}.{suffix}" for suffix in PAYLOAD), *bias)
         if weight not in names and self.alt_key and f"{self.alt_key}.weight" in names:
             weight = f"{self.alt_key}.weight"
         return (weight, *bias)

@@ -228,6 +228,8 @@ def read_json(text: str | bytes, where: str, *, allow_nan: bool = False) -> Node
             raise root.error(
                 f"byte {error.start} is not UTF-8", "Save the file as UTF-8."
             ) from error
+    if text.startswith("\ufeff"):
+        raise root.error("it begins with a byte order mark", "Save the file as UTF-8 without one.")
     try:
         value = json.loads(
             text,

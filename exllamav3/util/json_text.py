@@ -6,6 +6,7 @@ code that names the file and says what to do.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +22,11 @@ def parse_json(
         object_pairs_hook: as for `json.loads`; what it raises passes through.
 
     Raises:
-        ValueError: not UTF-8, not JSON, nested too deeply, or a number of absurd length.
+        ValueError: not UTF-8 or with a byte order mark, not JSON, nested too deeply, or a number of
+            absurd length.
     """
+    if raw.startswith(codecs.BOM_UTF8):
+        raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=object_pairs_hook)
     except RecursionError as error:

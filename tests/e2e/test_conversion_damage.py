@@ -80,7 +80,12 @@ def garble(path: Path) -> None:
     path.write_bytes(b"\xff" * path.stat().st_size)
 
 
-DAMAGE = [cut, behead, empty, garble, Path.unlink]
+def replace_by_a_folder(path: Path) -> None:
+    path.unlink()
+    (path / "inside").mkdir(parents=True)
+
+
+DAMAGE = [cut, behead, empty, garble, Path.unlink, replace_by_a_folder]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def test_a_weight_of_another_shape_is_refused_before_the_job_starts(tmp_path):
 
 def test_too_little_disk_space_is_refused_up_front(source, tmp_path, monkeypatch):
     monkeypatch.setattr(layout.shutil, "disk_usage", lambda path: Usage(10**6, 0, 10**4))
-    refused(job_options(source, tmp_path), r"the job needs about .* GB here, 0.00 GB are free")
+    refused(job_options(source, tmp_path), r"the job needs about .* MB here, 0.01 MB are free")
 
 
 def test_devices_that_are_not_there_are_refused(source, tmp_path):
@@ -230,3 +231,34 @@ def test_a_path_that_no_file_can_be_read_from_is_refused(source, tmp_path, name,
 @pytest.mark.parametrize("device", ["cpu:3", "meta"])
 def test_a_device_that_is_not_there_is_refused(source, tmp_path, device):
     refused(job_options(source, tmp_path, devices=(device,)), "does not exist here; there are cpu")
+
+
+@pytest.mark.parametrize("name", ["work_dir", "out_dir"])
+@pytest.mark.parametrize("target", ["nowhere", "link"])
+def test_a_link_to_nowhere_is_no_folder(source, tmp_path, name, target):
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    options = job_options(source, tmp_path, **{name: str(tmp_path / "link")})
+    refused(options, "is a link to nowhere; remove it or choose another")
+
+
+def test_a_source_that_links_to_itself_is_no_folder(tmp_path, source):
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    refused(job_options(source, tmp_path, in_dir=str(tmp_path / "link")), "is not a folder")
+
+
+def test_a_source_of_links_is_converted_like_one_of_files(source, tmp_path):
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for path in source.iterdir():
+        (linked / path.name).symlink_to(path)
+    expected = convert(job_options(source, tmp_path / "a")).out_dir
+    options = job_options(source, tmp_path / "b", in_dir=str(linked))
+    assert folder_bytes(convert(options).out_dir) == folder_bytes(expected)
+
+
+def test_names_in_any_script_are_fine(source, tmp_path):
+    root = tmp_path / "wörk 模型 \n 🙂"
+    linked = root / "source"
+    shutil.copytree(source, linked)
+    options = job_options(source, root, in_dir=str(linked))
+    assert (convert(options).out_dir / "config.json").is_file()

@@ -17,6 +17,7 @@ from conversion_support import (
     write_source,
 )
 from exllamav3.conversion import ConversionJob, convert, pipeline
+from safetensors.torch import load_file, save_file
 from tiny_models import llama_config
 
 from exllamav3.checkpoint.tensor_files import TensorFiles
@@ -154,3 +155,47 @@ def test_a_job_that_is_running_cannot_be_resumed(source, tmp_path):
         pytest.raises(ConversionError, match="another process"),
     ):
         ConversionJob.resume(options.work_dir)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_one_changed_tensor_makes_another_source(tmp_path, shards):
+    folder = write_source(tmp_path / "source", shards=shards)
+    options = job_options(folder, tmp_path)
+    interrupt(options)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        name = next((n for n in tensors if n.endswith("layers.1.mlp.up_proj.weight")), None)
+        if name is not None:
+            tensors[name] += 1
+            save_file(tensors, path)
+    with pytest.raises(ConversionError, match="not the source this job was started with"):
+        ConversionJob.resume(options.work_dir)
+
+
+def test_the_same_tensors_in_other_shards_are_the_same_source(source, tmp_path):
+    options = job_options(source, tmp_path)
+    interrupt(options)
+    sharded = write_source(tmp_path / "sharded", shards=3)
+    with ConversionJob.resume(options.work_dir, {"in_dir": str(sharded)}) as job:
+        made = job.run().out_dir
+    expected = convert(job_options(source, tmp_path / "whole")).out_dir
+    assert folder_bytes(made) == folder_bytes(expected)
+
+
+def test_what_somebody_put_into_the_output_folder_stays(source, tmp_path):
+    options = job_options(source, tmp_path)
+    interrupt(options, "shards in place", 1)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with ConversionJob.resume(options.work_dir) as job:
+        out = job.run().out_dir
+    assert (out / "notes.txt").read_text() == "mine"
+    assert (out / "config.json").is_file()
+
+
+def test_files_of_another_shard_size_are_replaced(tmp_path):
+    folder = write_source(tmp_path / "source", llama_config(vocab_size=4200))
+    options = job_options(folder, tmp_path, shard_size=1)
+    interrupt(options, "shards in place", 1)
+    with ConversionJob.resume(options.work_dir, {"shard_size": 8192}) as job:
+        out = job.run().out_dir
+    assert sorted(path.name for path in out.glob("model*")) == ["model.safetensors"]

@@ -73,6 +73,8 @@ def test_another_quantization_method_is_refused_with_the_reason(method):
         ({"bits": "4"}, "bits: is '4', expected a number"),
         ({"bits": True}, "bits: is True, expected a number"),
         ({"bits": None}, "bits: missing"),
+        ({"bits": float("nan")}, "bits: is nan, expected a number"),
+        ({"head_bits": 10**400}, "head_bits: is 10*, expected a number"),
         ({"version": 1}, "version: is 1, expected a string"),
         ({"codebook": "mul2"}, "codebook: is 'mul2', expected one of 3inst, mcg, mul1"),
         ({"out_scales": "yes"}, "out_scales: is 'yes', expected one of"),

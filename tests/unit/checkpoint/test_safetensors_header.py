@@ -1,4 +1,5 @@
 import json
+import os
 import struct
 
 import pytest
@@ -80,3 +81,25 @@ def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path, content):
 def test_bytes_after_the_last_tensor_are_refused(tmp_path):
     with pytest.raises(FormatError, match="describes 8 bytes of data, the file holds 9"):
         read_header(write(tmp_path / "x.safetensors", GOOD, bytes(9)))
+
+
+def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "nowhere")
+    for name, problem in (
+        ("pipe", "no ordinary file"),
+        ("folder", "no ordinary file"),
+        ("link", "a broken link"),
+        ("none", "missing"),
+    ):
+        with pytest.raises(FormatError, match=rf"{name}\.safetensors: {problem}; fetch or make"):
+            read_header(tmp_path / f"{name}.safetensors")
+
+
+def test_the_header_says_where_in_the_file_each_tensor_is(tmp_path):
+    path = write(tmp_path / "x.safetensors", GOOD)
+    (name, (start, stop)), *_ = read_header(path).ranges.items()
+    assert stop == path.stat().st_size
+    assert stop - start == 8
+    assert name in GOOD

@@ -94,10 +94,13 @@ def test_a_listed_tensor_that_no_shard_holds_is_an_error(sharded):
         TensorFiles(sharded)
 
 
-@pytest.mark.parametrize("name", ["../other/x.safetensors", "", 7, "/etc/passwd"])
+@pytest.mark.parametrize(
+    "name",
+    ["../other/x.safetensors", "", 7, "/etc/passwd", "..", "config.json", "a\0b.safetensors"],
+)
 def test_an_index_may_not_name_a_file_outside_its_folder(sharded, name):
     write_index(sharded, {"a": name})
-    with pytest.raises(FormatError, match="expected the name of a file in the same folder"):
+    with pytest.raises(FormatError, match=r"expected the name of a \*\.safetensors file in"):
         TensorFiles(sharded)
 
 

@@ -46,6 +46,15 @@ def test_defaults_are_those_of_the_documentation():
         ("devices", ("cuda:0", "cuda:0"), "-d"),
         ("devices", ("cpu", "cuda:0"), "-d"),
         ("in_dir", "", "-i"),
+        ("in_dir", None, "-i .in_dir. is None, expected a value of str"),
+        ("bits", "4", "-b .bits. is '4', expected a value of float"),
+        ("bits", True, "-b .bits. is True"),
+        ("cal_rows", 6.5, "-cr .cal_rows. is 6.5, expected a value of int"),
+        ("head_bits", True, "-hb"),
+        ("seed", "1", "--seed"),
+        ("devices", ["cpu"], "-d"),
+        ("verbose", 1, "-v"),
+        ("checkpoint_interval", float("inf"), "-cpi"),
     ],
 )
 def test_a_value_outside_its_domain_is_refused_by_its_flag(name, value, message):
@@ -117,3 +126,11 @@ def test_contradictions_are_refused_together():
     assert "-cr (cal_rows)" in text
     assert "--seed (seed)" in text
     assert "codebook" not in text
+
+
+@pytest.mark.parametrize(("name", "value"), [("bits", "x"), ("devices", 3), ("devices", [1])])
+def test_a_damaged_stored_option_is_named_with_its_file(name, value):
+    with pytest.raises(
+        ConversionError, match=rf"^job.json: .*{name}.* is .*damaged|damaged: .*{name}"
+    ):
+        ConversionOptions.from_json(options().to_json() | {name: value}, "job.json")

@@ -93,13 +93,18 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
         OutputFolder(tmp_path / "out", "job").claim()
 
 
-def test_clearing_keeps_the_claim(tmp_path):
+def test_clearing_removes_what_a_job_writes_and_nothing_else(tmp_path):
     output = OutputFolder(tmp_path, "job")
     output.claim()
-    (tmp_path / "model.safetensors.partial").write_text("")
-    (tmp_path / "model.safetensors").write_text("")
-    output.clear()
-    assert [path.name for path in tmp_path.iterdir()] == [CLAIM]
+    ours = (
+        "model.safetensors.partial", "model.safetensors", "model-00001-of-00012.safetensors",
+        INDEX_NAME, "config.json.partial", "quantization_config.json", "README.md",
+    )  # fmt: skip
+    foreign = ["model-a.safetensors", "notes.txt"]
+    for name in (*ours, *foreign):
+        (tmp_path / name).write_text("")
+    output.clear({"README.md"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CLAIM, *foreign]
 
 
 def test_side_files_come_along_except_weights_and_what_is_rewritten(tmp_path):

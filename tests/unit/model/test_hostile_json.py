@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 import re
 import struct
 
 import pytest
+from tiny_models import llama_config, random_tensors, write_folder
 
 from exllamav3.checkpoint.header import read_header
 from exllamav3.checkpoint.index import read_index
 from exllamav3.errors import FormatError
+from exllamav3.model.config import Config
 from exllamav3.model.fields import read_json_object
+from exllamav3.model.model import Model
 from exllamav3.tokenizer.chat import read_chat_template
 from exllamav3.tokenizer.special import read_json
 
@@ -51,3 +56,26 @@ def test_a_chat_template_that_is_no_text_is_a_format_error(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(FormatError, match=r"chat_template\.jinja: not UTF-8"):
         read_chat_template(tmp_path, {})
+
+
+def test_a_byte_order_mark_is_named(tmp_path):
+    text = json.dumps({"architectures": ["LlamaForCausalLM"]}).encode()
+    (tmp_path / "config.json").write_bytes(codecs.BOM_UTF8 + text)
+    with pytest.raises(FormatError, match=r"config\.json: not JSON \(it begins with a byte order"):
+        Config.from_directory(tmp_path)
+
+
+def test_a_folder_that_is_none_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FormatError, match="file: is a file, expected a model folder"):
+        Config.from_directory(tmp_path / "file")
+    with pytest.raises(FormatError, match="none: there is no such folder, expected a model folder"):
+        Config.from_directory(tmp_path / "none")
+
+
+def test_more_layers_than_tensors_are_refused_before_any_is_built(tmp_path):
+    folder = write_folder(tmp_path, llama_config(), random_tensors(llama_config()))
+    config = llama_config(num_hidden_layers=10**9)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match=r"num_hidden_layers: is 1000000000, but 21 tensors are"):
+        Model.from_config(Config.from_directory(folder))

@@ -124,4 +124,40 @@ def test_the_command_line_says_what_is_ignored(tmp_path, example_model, capsys):
         (tmp_path / name).write_bytes((example_model / name).read_bytes())
     assert main(["generate", str(tmp_path), "The king", "-n", "1", "--greedy"]) == 0
     errors = capsys.readouterr().err.splitlines()
-    assert errors[0].startswith(f"warning: {tmp_path}: 1 tensor (stray) belong")
+    assert errors[0].startswith(f"warning: {tmp_path}: 1 tensor (stray) ignored")
+
+
+def test_linears_that_lost_their_marker_are_named(tmp_path):
+    tensors = random_tensors(llama_config(), quantize=quantized)
+    del tensors[f"{ATTENTION}.q_proj.mul1"]
+    config = llama_config(quantization_config=EXL3 | {"codebook": "mul1"})
+    folder = write_folder(tmp_path, config, tensors)
+    with pytest.warns(CheckpointWarning, match=rf"1 linear \({ATTENTION}\.q_proj\): read as 3inst"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("codebook", [None, "3inst"])
+def test_a_checkpoint_of_3inst_is_not_doubted(tmp_path, codebook):
+    def quantize(linear):
+        return random_exl3(linear.key, linear.in_features, linear.out_features, codebook="3inst")
+
+    section = EXL3 | ({"codebook": codebook} if codebook else {})
+    config = llama_config(quantization_config=section)
+    folder = write_folder(tmp_path, config, random_tensors(config, quantize=quantize))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_model(folder)
+
+
+def test_the_missing_part_of_a_quantized_weight_is_named():
+    tensors = random_tensors(llama_config(), quantize=quantized)
+    del tensors[f"{ATTENTION}.q_proj.suh"]
+    with pytest.raises(FormatError, match=rf"1 tensors .* missing: {ATTENTION}\.q_proj\.suh"):
+        load(llama_config(), tensors, Unreadable)
+
+
+def test_scales_of_two_forms_are_an_error():
+    tensors = random_tensors(llama_config(), quantize=quantized)
+    tensors[f"{ATTENTION}.q_proj.su"] = torch.zeros(8, dtype=torch.int16)
+    with pytest.raises(FormatError, match=r"q_proj has both suh and su"):
+        load(llama_config(), tensors)

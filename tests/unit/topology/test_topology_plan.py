@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 
 import pytest
@@ -259,3 +260,9 @@ def test_a_plan_file_is_read_and_named_in_errors(tmp_path):
     path.write_text(text(row_edit(0, K=9)))
     with pytest.raises(TopologyError, match=r"plan\.json, layers\[0\]\.K: .*K is 9"):
         load_plan(path)
+
+
+def test_a_byte_order_mark_is_named():
+    text = codecs.BOM_UTF8 + b'{"schema": "exl3_qkv_topology/1", "layers": []}'
+    with pytest.raises(TopologyError, match=r"p\.json: it begins with a byte order mark\. Save"):
+        parse_plan(text, "p.json")
