@@ -3,12 +3,13 @@
 //
 //     S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
 //
-// The columns of S are independent. A warp owns 8 columns of one head; lane 8 c + p holds, of columns
-// 2 c and 2 c + 1, the rows 4 p .. 4 p + 3 of every 32, in registers for the whole pass. A block has
-// two warps for a prompt, which spreads over more multiprocessors, and four for one token, which
-// reads whole lines of memory. Sums over rows are register sums and three shuffles; the results of four tokens
-// are summed together. What tokens bring (q, k, values, gates) comes through shared memory, several
-// tokens at a time and asynchronously, so a token costs neither a barrier nor a wait for memory.
+// The columns of S are independent. A warp owns 8 columns of one head; lane 8 c + p holds, of
+// columns 2 c and 2 c + 1, the rows 4 p .. 4 p + 3 of every 32, in registers for the whole pass. A
+// block has two warps for a prompt, which spreads over more multiprocessors, and four for one
+// token, which reads whole lines of memory. Sums over rows are register sums and three shuffles;
+// the results of four tokens are summed together. What tokens bring (q, k, values, gates) comes
+// through shared memory, several tokens at a time and asynchronously, so a token costs neither a
+// barrier nor a wait for memory.
 //
 // Decode reads and writes each state once, and that is its cost (6 MB for 48 heads of 128 x 128). A
 // long prompt is bound by instruction issue and by the latency of the sums: a token's writes depend
@@ -32,8 +33,8 @@ struct Tokens {
     float decay[kCount], beta[kCount];
 };
 
-// Copies `length` numbers from element `from` of an array; asynchronously where they are float32 and
-// every run starts on 16 bytes (`is_fast`).
+// Copies `length` numbers from element `from` of an array; asynchronously where they are float32
+// and every run starts on 16 bytes (`is_fast`).
 __device__ __forceinline__ void fetch_run(float* to, const Array& array, int64_t from, int length,
                                           int index, bool is_fast) {
     if (is_fast) {

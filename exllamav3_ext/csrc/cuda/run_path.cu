@@ -284,8 +284,8 @@ cudaError_t norm_rotate(const RotateJob& job, cudaStream_t stream) {
 }
 
 cudaError_t gate_mul(const GateJob& job, cudaStream_t stream) {
-    const bool fours = takes_fours(job.gate.data, job.count) && takes_fours(job.x.data, job.count) &&
-                       takes_fours(job.out.data, job.count);
+    const bool fours = takes_fours(job.gate.data, job.count) &&
+                       takes_fours(job.x.data, job.count) && takes_fours(job.out.data, job.count);
     const int64_t threads = fours ? job.count / 4 : job.count;
     const int64_t blocks = std::min<int64_t>((threads + 255) / 256, 16384);
     gate_mul_kernel<<<unsigned(blocks), 256, 0, stream>>>(job, fours);

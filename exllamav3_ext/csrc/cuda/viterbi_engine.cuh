@@ -1,6 +1,6 @@
 // One step of the trellis search for one thread block: codebook values in registers, costs in
-// shared memory. `Engine<K>` for K >= 2 works on two tiles, the halves of a word; `Engine<1>` on one
-// tile, the halves being two neighbouring values of oh (its cost vectors would not fit twice).
+// shared memory. `Engine<K>` for K >= 2 works on two tiles, the halves of a word; `Engine<1>` on
+// one tile, the halves being two neighbouring values of oh (its cost vectors would not fit twice).
 
 #pragma once
 
@@ -147,7 +147,8 @@ class Engine {
         }
     }
 
-    // Least cost of all nodes, tile by tile. Every 16th step, so that its two barriers hardly matter.
+    // Least cost of all nodes, tile by tile. Every 16th step, so that its two barriers hardly
+    // matter.
     __device__ static Cost least_cost(const Cost (&out)[kOut]) {
         __shared__ Cost of_warp[kThreads / 32];
         Cost best = out[0];

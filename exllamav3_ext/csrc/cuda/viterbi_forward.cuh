@@ -6,8 +6,8 @@
 // in 64 registers; costs of the two tiles are the halves of one word in shared memory, so one half2
 // instruction serves both: subtract, fused multiply-add, minimum for one state of two tiles.
 // 65,536 x 3 of them a step are 1,536 issue cycles of an SM; this count limits the kernel. Other
-// traffic: 16 loads of in-costs and 2 stores a thread (K=4), and every kHop-th cost vector to global
-// memory (4 KB a tile and step at K=4, about 1 TB/s over a whole H200).
+// traffic: 16 loads of in-costs and 2 stores a thread (K=4), and every kHop-th cost vector to
+// global memory (4 KB a tile and step at K=4, about 1 TB/s over a whole H200).
 //
 // The free pass starts with all costs 0 at position 256 - kWarmup and runs on through position 0
 // to 255. A forced pass starts at position 0 from one node and replaces the first kForcedSteps

@@ -66,12 +66,12 @@ struct Layout {
     // Targets beyond the clamp are equally far from every codebook value, and must not overflow.
     static constexpr float kScale = K >= 6 ? 8.0f : 1.0f;
     static constexpr float kClamp = K >= 6 ? 5.0f : 16.0f;
-    // Costs grow with every step, and float16 must stay small where it matters: near the least cost.
-    // Every kRenorm steps something is taken off them. Up to 4 bits the cost of node 0 will do. With
-    // more, node 0 may lie hundreds of steps' worth of error above the least (its 2^K ways in all
-    // miss a target in the tail), and would leave the good paths far below 0, where the rounding is
-    // coarser than a step: there it is the least. A target beyond nearly all codebook values raises
-    // all costs at once; then the least is taken off at once.
+    // Costs grow with every step, and float16 must stay small where it matters: near the least
+    // cost. Every kRenorm steps something is taken off them. Up to 4 bits the cost of node 0 will
+    // do. With more, node 0 may lie hundreds of steps' worth of error above the least (its 2^K ways
+    // in all miss a target in the tail), and would leave the good paths far below 0, where the
+    // rounding is coarser than a step: there it is the least. A target beyond nearly all codebook
+    // values raises all costs at once; then the least is taken off at once.
     static constexpr int kRenorm = 16;
     static constexpr bool kOffLeast = K >= 5;
     static constexpr float kFar = 3.0f;
