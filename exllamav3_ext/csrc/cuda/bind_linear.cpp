@@ -54,7 +54,7 @@ class Launch {
 
     void run() {
         if (params_.rows == 0) return;
-        const LinearPlan plan = plan_linear(params_);
+        const LinearPlan plan = plan_linear(params_, has_clusters(scope_.device));
         STD_TORCH_CHECK(plan.counters <= kCounters, "linear: ", plan.counters,
                         " column blocks in one launch, at most ", kCounters);
         if (plan.counters > 0) {

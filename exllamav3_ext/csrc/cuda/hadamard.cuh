@@ -12,7 +12,7 @@
 
 namespace exl3 {
 
-__device__ __forceinline__ float4 hadamard128(float4 v) {
+__device__ __forceinline__ float4 hadamard128(float4 v, float scale = kHadamardScale) {
     v = {v.x + v.y, v.x - v.y, v.z + v.w, v.z - v.w};
     v = {v.x + v.z, v.y + v.w, v.x - v.z, v.y - v.w};
 #pragma unroll
@@ -23,7 +23,7 @@ __device__ __forceinline__ float4 hadamard128(float4 v) {
         v.z = fmaf(v.z, sign, __shfl_xor_sync(~0u, v.z, step));
         v.w = fmaf(v.w, sign, __shfl_xor_sync(~0u, v.w, step));
     }
-    return {v.x * kHadamardScale, v.y * kHadamardScale, v.z * kHadamardScale, v.w * kHadamardScale};
+    return {v.x * scale, v.y * scale, v.z * scale, v.w * scale};
 }
 
 __device__ __forceinline__ float2 float2_of(uint32_t u, Float type) {

@@ -119,36 +119,26 @@ struct Input {
     }
 };
 
-// More rows: a warp transforms 16 rows of a block. H128 = H8 x H16: the 16-point transforms within
-// tile rows are products with a constant +-1 operand on the tensor cores, the 8-point ones across
-// tile rows are additions. x suh is rounded to float16 on the way.
+// More rows: a warp transforms up to 16 rows of a block. H128 = H8 x H16: the 16-point transforms
+// within tile rows are products with a constant +-1/16 operand on the tensor cores, the 8-point ones
+// across tile rows are additions. x suh is rounded to float16 on the way. The result is kManyScale
+// times the orthonormal transform's, which costs no multiplication here and none at the end.
+inline constexpr float kManyScale = 0.70710678118654752f;  // sqrt(128) / 16
+
 template <int Rows>
     requires(Rows > 2)
 struct Input<Rows> {
     using S = Shape<Rows>;
-    static constexpr int kHalfGroups = Rows > 8 ? 2 : 1;  // rows r, and r + 8
-    uint2 x[8][kHalfGroups];  // tile row, row r + 8 i: channels 4 q .. 4 q + 3
+    static constexpr int kGroups = Rows > 8 ? 2 : 1;  // rows r, and r + 8
+    uint2 x[8][kGroups];  // tile row, row r + 8 i: channels 4 q .. 4 q + 3
     uint2 scale[8];
 
     __device__ __forceinline__ void ask(const LinearParams& p, const LinearMember& m,
                                         const Job& job, int item) {
-        if (item >= items(job)) return;
-        const int lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
-        const int block = item % job.k_blocks, row = 16 * (item / job.k_blocks) + r;
-        const int channel = 128 * (job.k_block + block) + 4 * q, width = 128 * p.k_blocks;
-        const auto* suh = static_cast<const uint2*>(m.suh) + channel / 4;
-#pragma unroll
-        for (int t = 0; t < 8; ++t) scale[t] = __ldg(suh + 4 * t);
-        with_type(p.x_type, [&](auto type) {
-#pragma unroll
-            for (int i = 0; i < kHalfGroups; ++i) {
-                const bool exists = row + 8 * i < job.rows;
-                const Quadruples<decltype(type)::value> from(
-                    p.x, int64_t(job.row + (exists ? row + 8 * i : 0)) * width + channel);
-#pragma unroll
-                for (int t = 0; t < 8; ++t) x[t][i] = exists ? from.halves(4 * t) : uint2{0, 0};
-            }
-        });
+        if (is_split(job))
+            ask<1>(p, m, job, item);
+        else
+            ask<kGroups>(p, m, job, item);
     }
     __device__ __forceinline__ void ask(const LinearParams& p, const LinearMember& m,
                                         const Job& job) {
@@ -160,24 +150,55 @@ struct Input<Rows> {
                                            const Job& job, char* input, LinearShared& shared) {
         for (int item = threadIdx.x / 32; item < items(job); item += kLinearWarps) {
             if (item >= kLinearWarps) ask(p, m, job, item);
-            transform<Kind, IsTwice>(job, input, shared, item);
+            if (is_split(job))
+                transform<Kind, IsTwice, 1>(job, input, shared, item);
+            else
+                transform<Kind, IsTwice, kGroups>(job, input, shared, item);
         }
     }
 
   private:
+    // One warp's work takes long, so 16 rows are halved where there are warps enough.
+    static __device__ __forceinline__ bool is_split(const Job& job) {
+        return Rows == 16 && 2 * job.k_blocks <= kLinearWarps;
+    }
     static __device__ __forceinline__ int items(const Job& job) {
-        return job.k_blocks * ((job.rows + 15) / 16);
+        return is_split(job) ? 2 * job.k_blocks : job.k_blocks * ((job.rows + 15) / 16);
     }
 
-    template <Arithmetic Kind, bool IsTwice>
+    template <int Groups>
+    __device__ __forceinline__ void ask(const LinearParams& p, const LinearMember& m,
+                                        const Job& job, int item) {
+        if (item >= items(job)) return;
+        const int lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
+        const int part = item / job.k_blocks, block = item - part * job.k_blocks;
+        const int row = 8 * Groups * part + r;
+        const int channel = 128 * (job.k_block + block) + 4 * q, width = 128 * p.k_blocks;
+        const auto* suh = static_cast<const uint2*>(m.suh) + channel / 4;
+#pragma unroll
+        for (int t = 0; t < 8; ++t) scale[t] = __ldg(suh + 4 * t);
+        with_type(p.x_type, [&](auto type) {
+#pragma unroll
+            for (int i = 0; i < Groups; ++i) {
+                const bool exists = row + 8 * i < job.rows;
+                const Quadruples<decltype(type)::value> from(
+                    p.x, int64_t(job.row + (exists ? row + 8 * i : 0)) * width + channel);
+#pragma unroll
+                for (int t = 0; t < 8; ++t) x[t][i] = exists ? from.halves(4 * t) : uint2{0, 0};
+            }
+        });
+    }
+
+    template <Arithmetic Kind, bool IsTwice, int Groups>
     __device__ __forceinline__ void transform(const Job& job, char* input, LinearShared& shared,
                                               int item) {
         const int lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
-        const int block = item % job.k_blocks, column = 16 * (item / job.k_blocks) + r;
-        // Operand H16[channel][r], +-1; the channels of a lane, 4 q .., stand where the tensor core
+        const int part = item / job.k_blocks, block = item - part * job.k_blocks;
+        const int column = 8 * Groups * part + r;
+        // Operand H16[channel][r] / 16; the channels of a lane, 4 q .., stand where the tensor core
         // expects rows 2 q, 2 q + 1, 2 q + 8, 2 q + 9.
         auto signs = [&](int channel) {
-            return 0x3c003c00u ^ ((__popc(channel & r) & 1 ? 0x8000u : 0) |
+            return 0x2c002c00u ^ ((__popc(channel & r) & 1 ? 0x8000u : 0) |
                                   (__popc((channel + 1) & r) & 1 ? 0x80000000u : 0));
         };
         const uint32_t h0 = signs(4 * q), h1 = signs(4 * q + 2), flip = q >= 2 ? 0x80008000u : 0;
@@ -187,7 +208,7 @@ struct Input<Rows> {
         for (int t = 0; t < 8; ++t) {
             uint32_t a[4] = {};
 #pragma unroll
-            for (int i = 0; i < kHalfGroups; ++i) {
+            for (int i = 0; i < Groups; ++i) {
                 a[i] = bits_of(__hmul2(half2_of(x[t][i].x), half2_of(scale[t].x)));
                 a[2 + i] = bits_of(__hmul2(half2_of(x[t][i].y), half2_of(scale[t].y)));
                 if (Kind == Arithmetic::kHalves && t == 0 && q == 0)
@@ -202,7 +223,7 @@ struct Input<Rows> {
 #pragma unroll
         for (int c = 0; c < 2; ++c)
 #pragma unroll
-            for (int e = 0; e < 2 * kHalfGroups; ++e)
+            for (int e = 0; e < 2 * Groups; ++e)
 #pragma unroll
                 for (int step = 1; step < 8; step *= 2)
 #pragma unroll
@@ -212,31 +233,36 @@ struct Input<Rows> {
                             v[t][c][e] = low + high;
                             v[t + step][c][e] = low - high;
                         }
+        const int tile_rows = 8 * job.k_blocks;
 #pragma unroll
         for (int t = 0; t < 8; ++t)
 #pragma unroll
-            for (int i = 0; i < kHalfGroups; ++i) {
-                const __half2 low = __floats2half2_rn(v[t][0][2 * i] * kHadamardScale,
-                                                      v[t][0][2 * i + 1] * kHadamardScale);
-                const __half2 high = __floats2half2_rn(v[t][1][2 * i] * kHadamardScale,
-                                                       v[t][1][2 * i + 1] * kHadamardScale);
-                const int tile_row = 8 * block + t, tile_rows = 8 * job.k_blocks;
+            for (int i = 0; i < Groups; ++i) {
+                const float *low = &v[t][0][2 * i], *high = &v[t][1][2 * i];
+                auto pair = [](float a, float b) { return bits_of(__floats2half2_rn(a, b)); };
+                const int plane = IsTwice ? q : q / 2;
+                char* at =
+                    input + entry<S::kColumns>(plane, tile_rows, 8 * block + t, column + 8 * i);
                 if (IsTwice)  // word q, each channel twice
-                    *reinterpret_cast<uint4*>(
-                        input + entry<S::kColumns>(q, tile_rows, tile_row, column + 8 * i)) = {
-                        bits_of(__low2half2(low)), bits_of(__high2half2(low)),
-                        bits_of(__low2half2(high)), bits_of(__high2half2(high))};
+                    *reinterpret_cast<uint4*>(at) = {pair(low[0], low[0]), pair(low[1], low[1]),
+                                                     pair(high[0], high[0]),
+                                                     pair(high[1], high[1])};
                 else
-                    *reinterpret_cast<uint2*>(
-                        input + entry<S::kColumns>(q / 2, tile_rows, tile_row, column + 8 * i) +
-                        8 * (q & 1)) = {bits_of(low), bits_of(high)};
+                    *reinterpret_cast<uint2*>(at + 8 * (q & 1)) = {pair(low[0], low[1]),
+                                                                   pair(high[0], high[1])};
             }
     }
 };
 
+// The transformed input is this times what the orthonormal transform gives.
+template <int Rows>
+__host__ __device__ constexpr float input_scale() {
+    return Rows > 2 ? kManyScale : 1.f;
+}
+
 // What belongs to a row as a whole, in order: the sums of its digits, or c' times the sum of its
 // channels. Blocks that two slices share count for the slice that has their first half.
-template <Arithmetic Kind, bool IsMul1>
+template <int Rows, Arithmetic Kind, bool IsMul1>
 __device__ __forceinline__ void total_input(const Job& job, LinearShared& shared) {
     const int i = threadIdx.x;
     if (Kind == Arithmetic::kDigits && i < 6) {
@@ -250,7 +276,7 @@ __device__ __forceinline__ void total_input(const Job& job, LinearShared& shared
         float total = 0;
         for (int block = job.quad & 1; block < job.k_blocks; ++block)
             total += shared.first_channel[i][block];
-        shared.row_term[i] = total * (kMul1Rest / kHadamardScale);
+        shared.row_term[i] = total * (kMul1Rest / kHadamardScale * input_scale<Rows>());
     }
 }
 

@@ -12,12 +12,15 @@
 //              |   |   |   |   |         what it decodes is its fragment of the 16 x k operand of
 //              +---+---+---+---+         the tensor cores; the input rows are the k x 8 operand.
 //              :               :
-//     end of slice -> k groups meet in shared memory -> slices in global memory; the last block to
-//                     arrive adds the slices, transforms, scales and stores (linear_finish.cuh).
+//     end of slice -> k groups meet in shared memory -> slices of a cluster in each other's shared
+//                     memory, each thread block adding a share of the columns and rows -> further
+//                     slices in global memory, where the last to arrive adds -> transform, scale,
+//                     store (linear_finish.cuh).
 //
-// Nobody waits for another block. Cutting into slices and k groups depends on the shape of the
-// weight and the number of rows alone, and every sum has a fixed order: the result is
-// deterministic, the same on every card, and the same whatever else is in the launch.
+// Nobody waits for a block outside its cluster. Cutting into slices and k groups depends on the
+// shape of the weight and the number of rows alone, and every sum has a fixed order: the result is
+// deterministic, the same on every card, with clusters or (before sm_90) without, and the same
+// whatever else is in the launch.
 //
 // Three arithmetics, chosen by codebook and rows; h is the 32-bit hash of a state:
 //   digits  (mul1, <= 2 rows)  value = k (B - 510) + c' with B the sum of the four bytes of h. h
@@ -33,9 +36,10 @@
 // float16 ulp (2.1e-4 RMS, like one more rounding of the input). c' sum(input) needs no sum: the
 // transformed channels of a block add up to sqrt(128) times its first channel before the transform.
 //
-// Traffic: the trellis once, x once per job (L2), partials 512 bytes per row, slice and 128 columns
-// (L2). Bound: instruction issue (20 to 34 instructions a tile and warp), DRAM for one row of wide
-// rates, tensor cores from 32 rows; below 10 us the latencies of start, arrival and final sum.
+// Traffic: the trellis once, x once per job (L2), sums of slices 512 bytes per row, slice and 128
+// columns (between multiprocessors, or L2). Bound up to 16 rows: a tile and warp takes 23 to 40
+// instructions, and a product of the tensor cores keeps the scheduler from most others for its 6
+// cycles (docs/benchmarks.md); then the latencies of start, input transform and final sum.
 
 #pragma once
 
@@ -61,11 +65,11 @@ __device__ __forceinline__ void compute(const LinearParams& p, const LinearMembe
     constexpr int kDepth = S::template depth<HalfBits>();
     constexpr int kTileBytes = 16 * HalfBits;
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
-    const int k_groups = kLinearWarps / m.warps_across;
-    const int k_group = warp / m.warps_across, across = warp - k_group * m.warps_across;
-    const int group_quads = (job.quads + k_groups - 1) / k_groups;
-    const int first_quad = k_group * group_quads;  // in the slice
-    const int tiles_across = 8 * m.column_blocks, tile = 8 * job.column_block + S::kTiles * across;
+    const Place place(m);
+    const int group_quads = (job.quads + place.k_groups - 1) >> (kWarpBits - m.across_bits);
+    const int first_quad = place.k_group * group_quads;  // in the slice
+    const int tiles_across = 8 * m.column_blocks;
+    const int tile = 8 * job.column_block + S::kTiles * place.across;
     const int quads = tile < tiles_across ? max(0, min(group_quads, job.quads - first_quad)) : 0;
     const int64_t row_stride = m.row_bytes;
     ring += warp * (kDepth * St::kBytes);
@@ -90,13 +94,17 @@ __device__ __forceinline__ void compute(const LinearParams& p, const LinearMembe
         }
         commit_copies();
     };
+    // Before the kernel before this one has ended, only the cache may be touched: that kernel may be
+    // the one that writes the weights.
+    if (quads > 0 && lane < 4) prefetch_l2(source + lane * row_stride, S::kTiles * kTileBytes);
+    wait_for_previous_kernel();
     Input<Rows> transformed;
     transformed.ask(p, m, job);
 #pragma unroll
     for (int i = 0; i < kDepth - 1; ++i) fetch(i);
     transformed.template finish<kArithmetic, kIsTwice>(p, m, job, input, shared);
     __syncthreads();
-    total_input<kArithmetic, IsMul1>(job, shared);
+    total_input<Rows, kArithmetic, IsMul1>(job, shared);
 
     const Hash hash = hash_of(IsMul1 ? int(kMul1) : m.codebook);
     const int plane = 8 * job.k_blocks * S::kColumns * 16;
@@ -156,8 +164,8 @@ __device__ __forceinline__ void compute(const LinearParams& p, const LinearMembe
                             constexpr int position = 8 * h + 2 * i + (s & 1) * 4 + s / 2;
                             const uint32_t x = chunk[j].template hashed<position, kBalance>(hash);
                             a[s] = kArithmetic == Arithmetic::kDigits ? x
-                                   : IsMul1                           ? centred_mul1(x)
-                                                                      : two_halves(x);
+                                   : IsMul1 ? centred_mul1<(4 * (h & 1) + s) < 3>(x)
+                                            : two_halves(x);
                         });
                     }
 #pragma unroll
@@ -171,15 +179,20 @@ __device__ __forceinline__ void compute(const LinearParams& p, const LinearMembe
 }
 
 template <int Rows, int HalfBits, bool IsMul1>
-__device__ __forceinline__ void run_job(const LinearParams& p, const LinearMember& m, char* input,
-                                        char* ring, LinearShared& shared) {
+__device__ __forceinline__ void run_job(const LinearParams& p, const LinearMember& m,
+                                        const LinearBytes& bytes, LinearShared& shared) {
+    extern __shared__ __align__(128) char input[];
+    char *const ring = input + bytes.ring, *const inbox = input + bytes.inbox;
     const Job job(p, m, Rows, Shape<Rows>::kTiles);
     Sums<Rows, IsMul1> sum = {};
     compute<Rows, HalfBits, IsMul1>(p, m, job, input, ring, shared, sum);
+    let_next_kernel_start();  // not before: its blocks would crowd where this kernel's end first
+    __syncthreads();          // everyone has left the ring, which becomes the place of the sums
+    if (p.cluster > 1 && !bytes.own_inbox) cluster_arrive();
     if constexpr (Rows == 2)
-        finish_few<Rows, IsMul1>(p, m, job, ring, shared, sum);
+        finish_few<Rows, IsMul1>(p, m, job, ring, inbox, shared, sum);
     else
-        finish_many<Rows, IsMul1>(p, m, job, ring, shared, sum);
+        finish_many<Rows, IsMul1>(p, m, job, ring, inbox, shared, sum);
 }
 
 #define EXL3_FOR_RATES(X) X(2) X(4) X(6) X(8) X(10) X(12) X(14) X(16)
@@ -190,12 +203,13 @@ __device__ __forceinline__ void run_job(const LinearParams& p, const LinearMembe
 // looked-up member would be slow loads with an index wherever they are used, so they are copied
 // first.
 template <int Rows, int Rate, bool IsMul1>
-__global__ void __launch_bounds__(kLinearThreads, Shape<Rows>::kBlocks)
-    linear_kernel(const __grid_constant__ LinearParams p, int ring_offset) {
-    extern __shared__ __align__(128) char dynamic[];
+__global__ void __launch_bounds__(kLinearThreads, kBlocksOnSm)
+    linear_kernel(const __grid_constant__ LinearParams p,
+                  const __grid_constant__ LinearBytes bytes) {
     __shared__ LinearShared shared;
+    if (p.cluster > 1 && bytes.own_inbox) cluster_arrive();  // finish_few and finish_many wait
     if constexpr (Rate != 0) {
-        run_job<Rows, Rate, IsMul1>(p, p.member[0], dynamic, dynamic + ring_offset, shared);
+        run_job<Rows, Rate, IsMul1>(p, p.member[0], bytes, shared);
     } else {
         __shared__ LinearMember m;
         int i = 0;
@@ -205,9 +219,9 @@ __global__ void __launch_bounds__(kLinearThreads, Shape<Rows>::kBlocks)
             reinterpret_cast<uint32_t*>(&m)[threadIdx.x] =
                 reinterpret_cast<const uint32_t*>(&p.member[i])[threadIdx.x];
         __syncthreads();
-#define EXL3_CASE(half_bits, is_mul1)                                                    \
-    case half_bits * 2 + is_mul1:                                                        \
-        run_job<Rows, half_bits, is_mul1>(p, m, dynamic, dynamic + ring_offset, shared); \
+#define EXL3_CASE(half_bits, is_mul1)                           \
+    case half_bits * 2 + is_mul1:                               \
+        run_job<Rows, half_bits, is_mul1>(p, m, bytes, shared); \
         break;
 #define EXL3_BOTH(half_bits) EXL3_CASE(half_bits, 0) EXL3_CASE(half_bits, 1)
 #define EXL3_MUL1(half_bits) EXL3_CASE(half_bits, 1)

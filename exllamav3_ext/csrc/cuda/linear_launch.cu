@@ -7,24 +7,39 @@
 namespace exl3 {
 
 template <int Rows, int Rate, bool IsMul1>
-cudaError_t launch_linear_kernel(const LinearParams&, int grid, int input, int ring, cudaStream_t);
+cudaError_t launch_linear_kernel(const LinearParams&, int grid, LinearBytes, cudaStream_t);
+
+namespace {
+
+// Two thread blocks on a multiprocessor of 228 KB leave this much to each.
+constexpr size_t kHalfOfShared = 111 * 1024;
+
+LinearBytes layout(size_t input, size_t ring, size_t inbox) {
+    const bool own = inbox > 0 && input + ring + inbox <= kHalfOfShared;
+    const size_t ring_at = own ? input : std::max(input, inbox);
+    return {static_cast<int>(ring_at), own ? static_cast<int>(input + ring) : 0,
+            static_cast<int>(ring_at + ring + (own ? inbox : 0)), own};
+}
+
+}  // namespace
 
 template <int Rows>
 cudaError_t launch_linear_rows(const LinearParams& p, int grid, cudaStream_t stream) {
-    size_t input_size = 0, ring_size = 0;
+    size_t input = 0, ring = 0, inbox = 0;
     for (int i = 0; i < p.members; ++i) {
-        input_size = std::max(input_size, input_bytes<Rows>(p.member[i]));
-        ring_size = std::max(ring_size, ring_bytes<Rows>(p.member[i]));
+        input = std::max(input, input_bytes<Rows>(p.member[i]));
+        ring = std::max(ring, ring_bytes<Rows>(p.member[i]));
+        inbox = std::max(inbox, inbox_bytes<Rows>(p.member[i], p.cluster));
     }
-    const int input = static_cast<int>(input_size), ring = static_cast<int>(ring_size);
-    if (p.members > 1) return launch_linear_kernel<Rows, 0, false>(p, grid, input, ring, stream);
+    const LinearBytes bytes = layout(input, ring, inbox);
+    if (p.members > 1) return launch_linear_kernel<Rows, 0, false>(p, grid, bytes, stream);
     switch (p.member[0].half_bits * 2 + (p.member[0].codebook == kMul1)) {
 #define EXL3_MUL1(h) \
     case h * 2 + 1:  \
-        return launch_linear_kernel<Rows, h, true>(p, grid, input, ring, stream);
-#define EXL3_BOTH(h)                                                               \
-    case h * 2:                                                                    \
-        return launch_linear_kernel<Rows, h, false>(p, grid, input, ring, stream); \
+        return launch_linear_kernel<Rows, h, true>(p, grid, bytes, stream);
+#define EXL3_BOTH(h)                                                         \
+    case h * 2:                                                              \
+        return launch_linear_kernel<Rows, h, false>(p, grid, bytes, stream); \
         EXL3_MUL1(h)
         EXL3_FOR_RATES(EXL3_BOTH)
         EXL3_FOR_HALF_RATES(EXL3_MUL1)
@@ -32,6 +47,16 @@ cudaError_t launch_linear_rows(const LinearParams& p, int grid, cudaStream_t str
 #undef EXL3_MUL1
     }
     return cudaErrorInvalidValue;
+}
+
+bool has_clusters(int device) {
+    int major = 0, supported = 0;
+    // Compute capability 12 has other limits, and nobody has tried it.
+    return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
+               cudaSuccess &&
+           (major == 9 || major == 10) &&
+           cudaDeviceGetAttribute(&supported, cudaDevAttrClusterLaunch, device) == cudaSuccess &&
+           supported != 0;
 }
 
 cudaError_t launch_linear(const LinearParams& params, const LinearPlan& plan, cudaStream_t stream) {
@@ -47,16 +72,21 @@ cudaError_t launch_linear(const LinearParams& params, const LinearPlan& plan, cu
     }
 }
 
-size_t linear_shared_bytes(int row_class, const LinearMember& m) {
+template <int Rows>
+size_t shared_bytes(const LinearMember& m, int cluster) {
+    return layout(input_bytes<Rows>(m), ring_bytes<Rows>(m), inbox_bytes<Rows>(m, cluster)).all;
+}
+
+size_t linear_shared_bytes(int row_class, const LinearMember& m, int cluster) {
     switch (row_class) {
         case 2:
-            return input_bytes<2>(m) + ring_bytes<2>(m);
+            return shared_bytes<2>(m, cluster);
         case 8:
-            return input_bytes<8>(m) + ring_bytes<8>(m);
+            return shared_bytes<8>(m, cluster);
         case 16:
-            return input_bytes<16>(m) + ring_bytes<16>(m);
+            return shared_bytes<16>(m, cluster);
         default:
-            return input_bytes<32>(m) + ring_bytes<32>(m);
+            return shared_bytes<32>(m, cluster);
     }
 }
 

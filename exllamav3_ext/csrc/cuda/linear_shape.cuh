@@ -8,8 +8,11 @@
 
 namespace exl3 {
 
-inline constexpr int kLinearWarps = 8;
+inline constexpr int kWarpBits = 3;
+inline constexpr int kLinearWarps = 1 << kWarpBits;
 inline constexpr int kLinearThreads = 32 * kLinearWarps;
+
+inline constexpr int kBlocksOnSm = 2;  // thread blocks on a multiprocessor, by their registers
 
 inline constexpr int kMaxRows = 16;  // of the digits and halves arithmetics
 // mul1: value = k (1024 + B) + c = k (B - 510) + c'.
@@ -25,7 +28,6 @@ struct Shape {
     static constexpr int kSums = Rows == 2 ? 6 : Rows;  // columns that are summed
     static constexpr int kMaxColumnBlocks =
         kTiles;  // of 128 columns in a job: 8 warps x kTiles x 16
-    static constexpr int kBlocks = Rows == 2 ? 3 : 2;  // thread blocks on a multiprocessor
 
     static __host__ __device__ constexpr Arithmetic arithmetic(bool is_mul1) {
         return Rows > 16              ? Arithmetic::kPacked
@@ -54,26 +56,60 @@ struct Shape {
     }
 };
 
+// Where a warp works: which of the warps side by side it is, and which part of the slice it has.
+struct Place {
+    int across, k_group, k_groups;
+    __device__ __forceinline__ Place(const LinearMember& m) {
+        const int warp = threadIdx.x / 32;
+        across = warp & ((1 << m.across_bits) - 1), k_group = warp >> m.across_bits;
+        k_groups = kLinearWarps >> m.across_bits;
+    }
+};
+
 // Accumulators of a warp.
 template <int Rows, bool IsMul1>
 using Sums =
     typename Shape<Rows>::template Sum<IsMul1>[Shape<Rows>::kTiles][Shape<Rows>::kGroups][4];
 
+// Results of a job in items, which the blocks of a cluster divide: of (row, column block) for few
+// rows, of (column block, 8 rows) for more.
+template <int Rows>
+__host__ __device__ constexpr int items_of_job(const LinearMember& m) {
+    using S = Shape<Rows>;
+    return Rows == 2 ? Rows * S::kMaxColumnBlocks : (S::kTiles << m.across_bits) / 8 * S::kGroups;
+}
+template <int Rows>
+inline constexpr int kItemSize = Rows == 2 ? 32 : 8 * 32;  // float4
+
 // What this thread block computes.
 struct Job {
-    int slice, row_group, block_across, column_block, column_blocks;
+    int slice, rank, row_group, block_across, column_block, column_blocks;
     int row, rows;          // of the row group
     int quad, quads;        // of the slice: 64 channels each
     int k_block, k_blocks;  // blocks of 128 channels that the slice touches
 
     __device__ __forceinline__ Job(const LinearParams& p, const LinearMember& m, int class_rows,
                                    int tiles) {
-        int index = blockIdx.x - m.first_block;
-        const int outer = index / p.row_groups;
-        row_group = index - outer * p.row_groups;
-        slice = outer / m.blocks_across;
-        column_blocks = m.warps_across * tiles / 8;
-        block_across = outer - slice * m.blocks_across;
+        // Slices that are added first are adjacent, then come row groups, columns, further slices.
+        // Divisions take long where nothing else can be done, so the usual ones are avoided.
+        const unsigned index = blockIdx.x - m.first_block;
+        int outer = index / kMaxTogether;
+        rank = index % kMaxTogether;
+        if (m.together != kMaxTogether) {
+            outer = index / m.together;
+            rank = index - outer * m.together;
+        }
+        row_group = 0, block_across = outer, slice = rank;
+        if (p.row_groups > 1) {
+            block_across = outer / p.row_groups;
+            row_group = outer - block_across * p.row_groups;
+        }
+        if (m.slices != m.together) {
+            const int part = block_across / m.blocks_across;
+            block_across -= part * m.blocks_across;
+            slice += part * m.together;
+        }
+        column_blocks = (tiles << m.across_bits) / 8;
         column_block = block_across * column_blocks;
         column_blocks = min(column_blocks, m.column_blocks - column_block);
         row = row_group * class_rows;
@@ -85,6 +121,15 @@ struct Job {
     }
 };
 
+// Dynamic shared memory of a thread block: the transformed input from 0, the ring of weights (later
+// sums in its place), and the inbox, where the cluster's blocks put the sums this one adds. The
+// inbox has its own place, or if that is too much the input's, which is then free only when this
+// block has left its loop.
+struct LinearBytes {
+    int ring, inbox, all;
+    bool own_inbox;
+};
+
 struct LinearShared {
     uint32_t largest[2][kLinearWarps];   // digits: of (row, block), as float bits
     int digit_sums[2][3][kLinearWarps];  // digits: of (row, digit, block)
@@ -92,7 +137,7 @@ struct LinearShared {
     float first_channel[kMaxRows][kMaxSliceQuads / 2 + 1];  // halves of mul1: before the transform
     float row_term[kMaxRows];  // c' times the sum of the row, halves of mul1
     int digit_total[2][3];     // digits: of (row, digit)
-    int is_last[4];            // of each column block
+    int is_last;
 };
 
 // Input operand in shared memory: planes of 16-byte entries [tile row][column]. A plane holds, of

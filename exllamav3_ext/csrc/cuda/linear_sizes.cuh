@@ -12,10 +12,10 @@ namespace exl3 {
 template <int Rows>
 size_t ring_bytes(const LinearMember& m) {
     using S = Shape<Rows>;
-    const size_t k_groups = kLinearWarps / m.warps_across;
-    const size_t rows = 4 * k_groups * S::kSums * (m.warps_across * 16 * S::kTiles + 4);
+    const size_t k_groups = kLinearWarps >> m.across_bits;
+    const size_t rows = 4 * k_groups * S::kSums * ((16 * S::kTiles << m.across_bits) + 4);
     const size_t fragments = kLinearWarps * S::kTiles * S::kGroups * 32 * sizeof(float4);
-    const size_t sums = std::max(rows, m.warps_across < kLinearWarps ? fragments : 0);
+    const size_t sums = std::max(rows, k_groups > 1 ? fragments : 0);
     switch (m.half_bits) {
 #define EXL3_CASE(h)     \
     case h:              \
@@ -31,7 +31,7 @@ size_t ring_bytes(const LinearMember& m) {
 template <int Rows>
 size_t input_bytes(const LinearMember& m) {
     using S = Shape<Rows>;
-    const size_t columns = size_t(m.slice_quads / 2 + 1) * kBlock * S::kColumns;
+    const size_t columns = size_t((m.slice_quads + 1) / 2) * kBlock * S::kColumns;
     switch (m.half_bits) {
 #define EXL3_CASE(h) \
     case h:          \
@@ -41,6 +41,14 @@ size_t input_bytes(const LinearMember& m) {
 #undef EXL3_CASE
     }
     return 0;
+}
+
+// Where a cluster's blocks put the sums that this one adds.
+template <int Rows>
+size_t inbox_bytes(const LinearMember& m, int cluster) {
+    if (cluster == 1) return 0;
+    const size_t slots = (items_of_job<Rows>(m) + cluster - 1) / cluster;
+    return slots * cluster * kItemSize<Rows> * sizeof(float4);
 }
 
 }  // namespace exl3

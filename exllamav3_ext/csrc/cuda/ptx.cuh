@@ -43,6 +43,58 @@ __device__ __forceinline__ int atomic_add_acq_rel(int* p, int value) {
     return old;
 }
 
+// Thread block clusters (sm_90): blocks that run at the same time and write to each other's shared
+// memory. Launches for older cards have clusters of one block, and no thread gets here.
+//
+// A barrier of all threads of a cluster in two halves: what was written before arriving, in any of
+// its blocks, can be read after waiting.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// The shared memory of block `rank` of the cluster at the place of `shared`, an address in this
+// block's, and a store to such an address.
+__device__ __forceinline__ uint32_t address_in_cluster(uint32_t shared, int rank) {
+    uint32_t there = shared;
+#if __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
+#endif
+    return there;
+}
+__device__ __forceinline__ void store_in_cluster(uint32_t there, float4 v) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(v.x),
+                 "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
+#endif
+}
+
+// Programmatic dependent launch (sm_90): the next kernel in the stream, if it was launched for that,
+// may start when all thread blocks of this one have come here or ended ...
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// ... and waits here until all kernels before it have completed and what they wrote can be read.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Asks for `bytes`, a multiple of 16, at a 16-byte aligned address to be brought to the L2 cache.
+__device__ __forceinline__ void prefetch_l2(const void* global, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
+#endif
+}
+
 // d += a b, a 16x16, b 16x8, float16 in, float32 accumulation.
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1) {

@@ -142,8 +142,16 @@ __device__ __forceinline__ uint32_t two_halves(uint32_t hash) {
     return z;
 }
 // mul1: 1024 + B, B the sum of the bytes of the hash, and -1534, as float16: together B - 510.
+// The dot product shares a pipe with the multiplication that made the hash; `OtherPipe` takes the
+// sum of absolute differences, an instruction of the logic pipe.
+template <bool OtherPipe>
 __device__ __forceinline__ uint32_t centred_mul1(uint32_t hash) {
-    return __dp4a(hash, 0x01010101u, 0xE5FE6400u);
+    if constexpr (!OtherPipe) return __dp4a(hash, 0x01010101u, 0xE5FE6400u);
+    uint32_t z;
+    asm("vabsdiff4.u32.u32.u32.add %0, %1, %2, %3;"
+        : "=r"(z)
+        : "r"(hash), "r"(0), "r"(0xE5FE6400u));
+    return z;
 }
 // Two finished float16 values in one register.
 __device__ __forceinline__ uint32_t pair_of_sums(uint32_t z0, uint32_t z1) {
