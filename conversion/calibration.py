@@ -84,8 +84,8 @@ def packed_rows(path: Path, rows: int, cols: int) -> Tensor:
         )
     if found_rows < rows:
         raise ConversionError(
-            f"{path}: input_ids holds {found_rows} rows, asked for {rows}; use -cr {found_rows} or "
-            f"fewer"
+            f"{path}: input_ids holds {found_rows} rows, asked for {rows}; "
+            + (f"use -cr {found_rows} or fewer" if found_rows else "the file is empty")
         )
     ids = ids[:rows, :cols].to(torch.int64)
     # Ids past 32 bits would wrap around into the vocabulary; any id out there is refused later.

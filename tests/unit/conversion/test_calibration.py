@@ -123,3 +123,10 @@ def test_ids_that_would_wrap_around_into_the_vocabulary_are_refused(tmp_path, to
     save_file({"input_ids": torch.full((2, 4), token)}, path)
     with pytest.raises(ConversionError, match="outside the model's vocabulary"):
         rows_of(path, 2, 4)
+
+
+def test_packed_rows_without_a_row_are_named(tmp_path):
+    path = tmp_path / "rows.safetensors"
+    save_file({"input_ids": torch.zeros(0, 24, dtype=torch.int64)}, path)
+    with pytest.raises(ConversionError, match="holds 0 rows, asked for 2; the file is empty"):
+        calibration_rows(lambda: None, 100, 2, 16, str(path))
