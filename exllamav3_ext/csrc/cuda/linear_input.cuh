@@ -120,9 +120,10 @@ struct Input {
 };
 
 // More rows: a warp transforms up to 16 rows of a block. H128 = H8 x H16: the 16-point transforms
-// within tile rows are products with a constant +-1/16 operand on the tensor cores, the 8-point ones
-// across tile rows are additions. x suh is rounded to float16 on the way. The result is kManyScale
-// times the orthonormal transform's, which costs no multiplication here and none at the end.
+// within tile rows are products with a constant +-1/16 operand on the tensor cores, the 8-point
+// ones across tile rows are additions. x suh is rounded to float16 on the way. The result is
+// kManyScale times the orthonormal transform's, which costs no multiplication here and none at the
+// end.
 inline constexpr float kManyScale = 0.70710678118654752f;  // sqrt(128) / 16
 
 template <int Rows>

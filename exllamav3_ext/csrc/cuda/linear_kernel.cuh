@@ -94,8 +94,8 @@ __device__ __forceinline__ void compute(const LinearParams& p, const LinearMembe
         }
         commit_copies();
     };
-    // Before the kernel before this one has ended, only the cache may be touched: that kernel may be
-    // the one that writes the weights.
+    // Before the kernel before this one has ended, only the cache may be touched: that kernel may
+    // be the one that writes the weights.
     if (quads > 0 && lane < 4) prefetch_l2(source + lane * row_stride, S::kTiles * kTileBytes);
     wait_for_previous_kernel();
     Input<Rows> transformed;

@@ -75,8 +75,8 @@ __device__ __forceinline__ void store_in_cluster(uint32_t there, float4 v) {
 #endif
 }
 
-// Programmatic dependent launch (sm_90): the next kernel in the stream, if it was launched for that,
-// may start when all thread blocks of this one have come here or ended ...
+// Programmatic dependent launch (sm_90): the next kernel in the stream, if it was launched for
+// that, may start when all thread blocks of this one have come here or ended ...
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
