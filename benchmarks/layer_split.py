@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 
 import torch
-from decode import GpuSource, environment, make_model, step_us
+from decode import GpuSource, make_model, step_us
+from gpu_timing import environment
 
 from exllamav3 import Model
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 
 import torch
-from decode import VARIANTS, environment, events, kernel_rows, make_model
+from decode import VARIANTS, make_model
+from gpu_timing import environment, events, kernel_rows
 
 from exllamav3 import Cache, Model
 

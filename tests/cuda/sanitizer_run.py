@@ -30,12 +30,20 @@ def main() -> None:
         ops.pack(ops.unpack(trellis), bits)
         ops.decode(trellis, codebook)
         ops.reconstruct(trellis, suh, svh, codebook, torch.float16)
+        torch.ops.exllamav3.reconstruct_columns(trellis, suh, svh, codebook)
+        torch.ops.exllamav3.rotate_input(x, suh)
         torch.cuda.synchronize()
-        print(f"K={bits} codebook {codebook}: linear, group, pack, unpack, decode, reconstruct")
+        print(
+            f"K={bits} codebook {codebook}: linear, group, pack, unpack, decode, reconstruct, factors"
+        )
     ops.hadamard(torch.randn(3, 256).cuda(), torch.randn(256).cuda(), None)
     ops.deinterleave_qg(torch.randn(2, 3, 64).half().cuda(), 16)
+    for tokens in (1, 19):
+        q, k = torch.randn(2, 2, tokens, 2, 128).cuda()
+        v, gates = torch.randn(2, tokens, 4, 128).cuda(), torch.rand(2, tokens, 4).cuda()
+        ops.gated_delta_rule(q, k, v, -gates, gates, torch.randn(2, 4, 128, 128).cuda())
     torch.cuda.synchronize()
-    print("hadamard, deinterleave_qg")
+    print("hadamard, deinterleave_qg, gated_delta_rule")
 
 
 if __name__ == "__main__":
