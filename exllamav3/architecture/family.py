@@ -52,7 +52,6 @@ def read_family(config: Config, family: Family) -> DecoderSpec:
     """
     family.refuse(config)
     text = config.text
-    _check_layer_count(config)
     activation = text.text("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedError(
@@ -66,7 +65,7 @@ def read_family(config: Config, family: Family) -> DecoderSpec:
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=text.integer("intermediate_size"),
-        layer_types=_layer_types(text, config.num_hidden_layers, family),
+        layer_types=_layer_types(text, _layer_count(config), family),
         eps=text.number("rms_norm_eps", 1e-6, above=0),
         attention=attention,
         rope=read_rope(text, attention.head_dim, family.partial_rotary),
@@ -82,14 +81,15 @@ def read_family(config: Config, family: Family) -> DecoderSpec:
     )
 
 
-def _check_layer_count(config: Config) -> None:
-    """Refuse a count that the files cannot hold, before a module is built for each layer."""
+def _layer_count(config: Config) -> int:
+    """Number of blocks; one that the files cannot hold is refused before any is built."""
     layers, names = config.num_hidden_layers, config.tensor_names()
     if config.directory is not None and layers > len(names):
         raise FormatError(
             f"{config.text.where}.num_hidden_layers: is {layers}, but {len(names)} tensors are "
             f"stored; config.json and the tensors belong to different models"
         )
+    return layers
 
 
 def _prefix(config: Config, family: Family) -> str:
