@@ -5,7 +5,9 @@
     calibration      token rows
     job              ConversionJob: create, resume, run
     pipeline         capture, quantize, advance, one module at a time
-    job_folder       crash-safe state; output writes the result
+    job_folder       crash-safe state: options and finished modules; checkpoints: the rows
+    recovery         what of a damaged job folder is made again
+    output           writes the result
 
 See docs/conversion.md.
 """
