@@ -30,7 +30,7 @@ _FUSED_SETTINGS = (
     "A fused block is one matrix with one K, codebook and scale; use the variant split to give "
     "each projection its own."
 )
-_ADVICE = {"K": "Choose a K in that range.", "codebook": "", "scale": ""}
+_ROOT = f'A plan is an object: {{"schema": {show(SCHEMA)}, "layers": [...]}}.'
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def parse_plan(text: str | bytes, where: str) -> Plan:
     Raises:
         TopologyError: not JSON, or not a plan of schema `exl3_qkv_topology/1`.
     """
-    root = read_json(text, where).members(("schema", "layers"))
+    root = read_json(text, where).members(("schema", "layers"), advice=_ROOT)
     check_schema(root["schema"])
     rows: dict[str, PlanRow] = {}
     for index, node in enumerate(root["layers"].array()):

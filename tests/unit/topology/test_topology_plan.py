@@ -78,7 +78,11 @@ def test_canonical_content_parses_to_the_same_plan():
 @pytest.mark.parametrize(
     ("document", "expected"),
     [
-        ([], "plan.json: the document is an array of 0 values, expected an object"),
+        (
+            [],
+            "plan.json: the document is an array of 0 values, expected an object. A plan is an "
+            'object: {"schema": "exl3_qkv_topology/1", "layers": [...]}.',
+        ),
         (None, "the document is null, expected an object"),
         ("exl3", "not valid JSON"),
         ({**PLAN, "schema": "exl3_qkv_topology/2"}, 'schema is "exl3_qkv_topology/2", expected'),
