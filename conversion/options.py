@@ -225,8 +225,8 @@ def resume_options(
             for name in sorted(fixed)
         )
         raise ConversionError(
-            f"{where}: a resumed job cannot change {lines}. Leave these options out to continue, "
-            f"or start a new job in an empty folder"
+            f"{where}: a resumed job keeps its options, but {lines}. Leave these options out to "
+            f"continue, or start a new job in an empty folder"
         )
     work_dir = given.get("work_dir", stored.work_dir)
     return replace(stored, **changed, work_dir=work_dir), tuple(sorted(changed))

@@ -161,16 +161,18 @@ def check_devices(devices: Sequence[str]) -> None:
         UnsupportedError: the device is there, kernels for it are not.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    there = ", ".join(["cpu", *map(str, range(count))])
+    there = "use " + " or ".join(["cpu", *map(str, range(count))])
+    if not count:
+        there = f"torch {torch.__version__} sees no GPU; {there}"
     for name in devices:
         try:
             device = torch.device(name)
         except RuntimeError as error:
-            raise ConversionError(f"-d: {name!r} is no device; there are {there}") from error
+            raise ConversionError(f"-d: {name!r} is no device; {there}") from error
         if device == torch.device("cpu"):
             continue
         if device.type != "cuda" or device.index is None or device.index >= count:
-            raise ConversionError(f"-d: device {name!r} does not exist here; there are {there}")
+            raise ConversionError(f"-d: device {name!r} does not exist here; {there}")
         require_device(device)
 
 
