@@ -66,6 +66,11 @@ def require_device(device: torch.device) -> None:
         raise UnsupportedError(f"device {device} is not supported: use the CPU or a CUDA device")
     info = build_info()
     if info["kind"] != "cuda":
+        if torch.version.cuda is None:
+            raise UnsupportedError(
+                f"device {device}: torch {torch.__version__} is a build without CUDA. Install one "
+                f"with CUDA and rebuild with {REBUILD}, or use the CPU."
+            )
         raise UnsupportedError(
             f"device {device}: exllamav3 was built without CUDA kernels (kind {info['kind']!r}; "
             f"nvcc was not found or not asked for). Install the CUDA toolkit and rebuild with "

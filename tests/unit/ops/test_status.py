@@ -43,9 +43,11 @@ def test_without_native_code_one_line_says_that_it_is_slow_and_why():
 def test_a_cuda_device_is_refused_with_the_reason_when_the_build_has_no_cuda_kernels(monkeypatch):
     monkeypatch.setattr(exllamav3_ext, "native_missing_reason", None)
     monkeypatch.setattr(status, "build_info", lambda: {"native": True, "kind": "cpu", "archs": []})
-    status.require_device.cache_clear()
-    with pytest.raises(UnsupportedError, match="built without CUDA kernels"):
-        status.require_device(torch.device("cuda:0"))
+    for cuda, reason in (("13.0", "built without CUDA kernels"), (None, "build without CUDA. Ins")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        status.require_device.cache_clear()
+        with pytest.raises(UnsupportedError, match=reason):
+            status.require_device(torch.device("cuda:0"))
     status.require_device.cache_clear()
 
 
