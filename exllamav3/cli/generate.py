@@ -26,7 +26,10 @@ from exllamav3.tokenizer import Tokenizer
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.system is not None and not arguments.chat:
+        parser.error("--system is the system message of a chat: give --chat too")
     sampler = _sampler(arguments)
     model = build_model(arguments.directory)
     tokenizer = Tokenizer.from_config(model.config)

@@ -70,7 +70,8 @@ class Generator:
         """Add a job, or several, and return the serial numbers.
 
         Raises:
-            FormatError: prompt and completion can never fit, or the job has been enqueued before.
+            FormatError: prompt and completion can never fit, the prompt has tokens that the model
+            does not have, or the job has been enqueued before.
         """
         if not isinstance(job, Job):
             return [self._enqueue(one) for one in job]
@@ -94,6 +95,16 @@ class Generator:
                 f"Generator: a prompt of {prompt} tokens and {new} new tokens are "
                 f"{prompt + new}, but a sequence is limited to {self.max_seq_len} tokens "
                 f"({self._limits}); shorten the prompt, lower max_new_tokens or raise the limit"
+            )
+
+        # Found later, it would stop the jobs beside this one too.
+        vocab_size = getattr(getattr(self.model, "config", None), "vocab_size", None)
+        last = max(job.prompt_ids)
+        if vocab_size is not None and last >= vocab_size:
+            raise FormatError(
+                f"Generator: the prompt has token {last}, but the vocabulary of the model ends at "
+                f"{vocab_size - 1}; tokenizer and model do not belong together, use the "
+                f"tokenizer.json that came with the model"
             )
 
     def num_remaining_jobs(self) -> int:

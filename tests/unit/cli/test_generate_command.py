@@ -1,6 +1,8 @@
 """`exllamav3 generate`: text on stdout, the rest on stderr, numbers in their domains."""
 
 import io
+import shutil
+from pathlib import Path
 
 import pytest
 from command_line import QUANTIZED, TRAINED, run
@@ -43,6 +45,22 @@ def test_a_prompt_from_stdin_that_is_no_text_is_one_line_and_exit_code_1(capsys,
 def test_a_prompt_of_undecodable_bytes_is_one_line_and_exit_code_1(capsys):
     assert main(["generate", QUANTIZED, "a\udcff"]) == 1
     assert "bytes that are not UTF-8" in capsys.readouterr().err
+
+
+def test_a_system_message_without_a_chat_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", TRAINED, "a", "--system", "Be brief."])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("give --chat too")
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_anything_is_printed(capsys, tmp_path):
+    folder = tmp_path / "mixed"
+    shutil.copytree(QUANTIZED, folder)
+    shutil.copy(Path(TRAINED) / "tokenizer.json", folder)
+    code, out, err = run(capsys, "generate", str(folder), "The king said")
+    assert (code, out) == (1, "")
+    assert "tokenizer and model do not belong together" in err
 
 
 @pytest.mark.parametrize(
