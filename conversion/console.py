@@ -44,6 +44,7 @@ class ConsoleListener:
                 BarColumn(),
                 TextColumn("{task.fields[note]}"),
                 TimeElapsedColumn(),
+                TextColumn("elapsed"),
                 console=self._console,
                 transient=True,
             )

@@ -26,6 +26,17 @@ def listen(weights, skipped=0):
     return listener, out
 
 
+def test_the_two_times_beside_a_bar_can_be_told_apart(clock):
+    out = io.StringIO()
+    terminal = Console(file=out, force_terminal=True, width=80, color_system=None)
+    listener = console.ConsoleListener(console=terminal)
+    listener.start({"layers.0": 10, "layers.1": 10}, 0)
+    clock[0] += 20
+    listener.module(module("layers.0"), None, False)
+    listener.stop()
+    assert re.search(r"modules .*ETA 0:00:20 \d:\d\d:\d\d elapsed", out.getvalue())
+
+
 def module(key: str, seconds: float = 0.5) -> ModuleReport:
     return ModuleReport(key, (), 0.0, (), seconds)
 
