@@ -34,7 +34,8 @@ def main() -> None:
         torch.ops.exllamav3.rotate_input(x, suh)
         torch.cuda.synchronize()
         print(
-            f"K={bits} codebook {codebook}: linear, group, pack, unpack, decode, reconstruct, factors"
+            f"K={bits} codebook {codebook}: linear, group, pack, unpack, decode, reconstruct, "
+            "factors"
         )
     ops.hadamard(torch.randn(3, 256).cuda(), torch.randn(256).cuda(), None)
     ops.deinterleave_qg(torch.randn(2, 3, 64).half().cuda(), 16)
