@@ -13,7 +13,7 @@ from exllamav3.model.split import GIB, Part, Room, split_by_limits, split_evenly
 from exllamav3.modules.attention import Attention
 from exllamav3.modules.gated_delta_net import GatedDeltaNet
 from exllamav3.modules.module import Module, TensorSource
-from exllamav3.ops.status import require_device
+from exllamav3.ops.status import require_device, require_present
 
 
 class HasPendingBytes(Protocol):
@@ -26,12 +26,13 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     """The one device of a model; None means the GPU if there is one, else the CPU.
 
     Raises:
-        UnsupportedError: torch does not know it, or this build cannot serve it.
+        UnsupportedError: torch does not know it, it is not there, or this build cannot serve it.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     target = _parse(device, "device")
     require_device(target)
+    require_present(target)
     return target
 
 

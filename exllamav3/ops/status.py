@@ -76,11 +76,27 @@ def require_device(device: torch.device) -> None:
             f"nvcc was not found or not asked for). Install the CUDA toolkit and rebuild with "
             f"EXLLAMAV3_BUILD=cuda {REBUILD}, or use the CPU."
         )
+    require_present(device)
     major, minor = torch.cuda.get_device_capability(device)
     if not any(_runs_on(arch, major, minor) for arch in info["archs"]):
         raise UnsupportedError(
             f"device {device} has compute capability {major}.{minor}, but exllamav3 was built for "
             f"{', '.join(info['archs'])}. Rebuild with EXLLAMAV3_CUDA_ARCHS={major}{minor}."
+        )
+
+
+def require_present(device: torch.device) -> None:
+    """Refuse a GPU that is not there, which torch would answer with an error of its own.
+
+    Raises:
+        UnsupportedError: the message lists the GPUs there are.
+    """
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        there = ", ".join(f"cuda:{n}" for n in range(count)) or "none (is a driver installed?)"
+        raise UnsupportedError(
+            f"device {device} does not exist here. GPUs that torch sees: {there}. Use another "
+            f"device, such as cpu."
         )
 
 

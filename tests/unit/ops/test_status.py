@@ -9,6 +9,7 @@ import torch
 
 import exllamav3_ext
 from exllamav3.errors import UnsupportedError
+from exllamav3.model.devices import resolve_device
 from exllamav3.ops import status
 
 
@@ -48,6 +49,20 @@ def test_a_cuda_device_is_refused_with_the_reason_when_the_build_has_no_cuda_ker
         status.require_device.cache_clear()
         with pytest.raises(UnsupportedError, match=reason):
             status.require_device(torch.device("cuda:0"))
+    status.require_device.cache_clear()
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cuda"), (0, "cuda:0"), (2, "cuda:2")])
+@pytest.mark.parametrize("reason", [None, "EXLLAMAV3_BUILD=none"])
+def test_a_gpu_that_is_not_there_is_refused_by_name(monkeypatch, gpus, device, reason):
+    info = {"native": not reason, "kind": "cuda", "archs": ["90a"]}
+    monkeypatch.setattr(exllamav3_ext, "native_missing_reason", reason)
+    monkeypatch.setattr(status, "build_info", lambda: info)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    status.require_device.cache_clear()
+    there = ", ".join(f"cuda:{n}" for n in range(gpus)) or "none"
+    with pytest.raises(UnsupportedError, match=f"{device} does not exist here.*sees: {there}"):
+        resolve_device(device)
     status.require_device.cache_clear()
 
 
