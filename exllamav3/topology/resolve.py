@@ -32,7 +32,7 @@ def check_plan(plan: Plan, facts: ModelFacts, job_codebook: str, job_scale: str)
         )
     _check_job("codebook", job_codebook, CODEBOOKS, "--codebook")
     _check_job("output scale policy", job_scale, SCALES, "--out_scales")
-    for row in plan.rows:
+    for row in sorted(plan.rows, key=lambda row: row.index):  # as a reader goes through the file
         facts.require(row.layer, plan.node(row))
 
 

@@ -110,6 +110,14 @@ def test_the_public_geometry_fuses_to_14336_columns():
     assert padded_once.stored_widths == (1024,)
 
 
+def test_of_several_wrong_rows_the_first_in_the_file_is_named():
+    rows = (
+        named("model.layers.3.self_attn")["layers"] + named("model.layers.11.self_attn")["layers"]
+    )
+    message = refused({"schema": PLAN["schema"], "layers": rows})
+    assert message.startswith('plan.json, layers[0]: layer "model.layers.3.self_attn" is not')
+
+
 def test_a_stated_k_changes_no_other_tensor_and_a_fused_block_needs_no_allocation():
     allocated = {key: bits for key, bits in ALLOCATED.items() if not key.startswith(L3)}
     assert resolve(allocated=allocated) == resolve()
