@@ -30,6 +30,7 @@ from exllamav3.conversion.pipeline import CalibrationState, ModulePipeline
 from exllamav3.conversion.replicas import Replicas
 from exllamav3.conversion.reports import LinearReport, Silent
 from exllamav3.conversion.targets import allocate_model, module_layout
+from gpu_timing import environment, need_gpus
 from torch import Tensor
 
 import exllamav3_ext
@@ -157,11 +158,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--bits", type=float, default=4.0)
     arguments = parser.parse_args()
+    need_gpus()
     whole = int(CONFIG["vocab_size"])
     default = ConversionOptions("-", "-", "-", bits=arguments.bits)
     rows = 32 if arguments.quick else default.cal_rows
     vocab = SLICE if arguments.quick else whole
-    print(torch.cuda.get_device_name(), exllamav3_ext.build_info())
+    print(f"{environment()}, archs {exllamav3_ext.build_info().get('archs')}")
     print(f"{rows} rows of {default.cal_cols} tokens, {arguments.bits:g} bits, head 6 bits")
     torch.manual_seed(0)
     pipeline, layouts = make_pipeline(arguments.bits, rows, vocab)

@@ -17,7 +17,7 @@ import statistics
 import time
 
 import torch
-from gpu_timing import environment, events, graph_of, kernel_rows
+from gpu_timing import environment, events, graph_of, kernel_rows, need_gpus
 from torch import Tensor
 
 import exllamav3_ext
@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60, help="timed steps; default: 60")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16], help="default: 1 16")
     args = parser.parse_args()
+    need_gpus()
     print(environment())
     print(exllamav3_ext.build_info())
     blocks, steps = [], []

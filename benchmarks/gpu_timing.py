@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+
+def need_gpus(count: int = 1) -> None:
+    """End the program with a sentence where there are fewer."""
+    found = torch.cuda.device_count()
+    if found < count:
+        sys.exit(
+            f"this benchmark needs {count} NVIDIA GPU{'s' if count > 1 else ''} and a CUDA build "
+            f"of torch; torch {torch.__version__} sees {found}"
+        )
 
 
 def events(function: Callable[[], object], count: int) -> float:
@@ -59,7 +70,7 @@ def environment() -> str:
 
     def output(*command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() or "unknown"
+        return done.stdout.partition("\n")[0].strip() or "unknown"
 
     driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     root = str(Path(__file__).resolve().parents[1])

@@ -8,11 +8,12 @@ The model, the steps and what "eager" and "graph" mean are those of benchmarks/d
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import torch
 from decode import GpuSource, make_model, step_us
-from gpu_timing import environment
+from gpu_timing import environment, need_gpus
 
 from exllamav3 import Model
 
@@ -44,6 +45,8 @@ def crossing_us(count: int = 200) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    need_gpus(2)
     peers = torch.cuda.can_device_access_peer(0, 1)
     print(f"{environment()}; the GPUs {'see' if peers else 'do not see'} each other's memory")
     print("| GPUs | rows | eager, us a step | graph, us a step |")

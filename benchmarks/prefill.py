@@ -14,7 +14,7 @@ import argparse
 
 import torch
 from decode import VARIANTS, make_model
-from gpu_timing import environment, events, kernel_rows
+from gpu_timing import environment, events, kernel_rows, need_gpus
 
 from exllamav3 import Cache, Model
 
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=9, help="timed prompts; default: 9")
     parser.add_argument("--tokens", type=int, nargs="*", default=[128, 512, 2048, 8192])
     args = parser.parse_args()
+    need_gpus()
     print(environment())
     print("\n| q/k/v | tokens | ms | tokens/s |\n|---|---|---|---|")
     for name in SHOWN:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from gpu_timing import environment, need_gpus
 from torch import Tensor
 
 import exllamav3_ext
@@ -46,7 +47,7 @@ CASES = (
     (A, 4, Codebook.MUL1), (A, 4, Codebook.MCG), (A, 3, Codebook.MUL1), (A, 6, Codebook.MUL1),
     (A, 8, Codebook.MUL1), (B, 4, Codebook.MUL1),
 )  # fmt: skip
-TARGETS = {  # at most (go for), microseconds, fused at 1 and 16 rows
+TARGETS = {  # at most (aim), microseconds, fused at 1 and 16 rows
     ("A", 4, "mul1"): ((20, 14), (28, 22)), ("A", 4, "mcg"): ((26, 18), (32, 26)),
     ("A", 3, "mul1"): ((20, 14), (28, 22)), ("A", 6, "mul1"): ((25, 18), (31, 25)),
     ("A", 8, "mul1"): ((30, 22), (35, 28)), ("B", 4, "mul1"): ((12, 8), (15, 11)),
@@ -204,8 +205,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="decode at K=4 mul1 only")
     quick = parser.parse_args().quick
-    info = exllamav3_ext.build_info()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, archs {info.get('archs')}")
+    need_gpus()
+    print(f"{environment()}, archs {exllamav3_ext.build_info().get('archs')}")
     if quick:
         decode_table((CASES[0], CASES[-1]), (1, 16))
         return

@@ -18,6 +18,7 @@ import statistics
 import time
 
 import torch
+from gpu_timing import environment, need_gpus
 
 import exllamav3_ext
 from exllamav3.codec.params import Codebook
@@ -144,7 +145,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--parts", action="store_true")
     args = parser.parse_args()
-    print(torch.cuda.get_device_name(), exllamav3_ext.build_info())
+    need_gpus()
+    print(f"{environment()}, archs {exllamav3_ext.build_info().get('archs')}")
     if args.parts:
         parts_table(((5120, 1024), (5120, 14336), (5120, 17408), (17408, 5120)))
         return
