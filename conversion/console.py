@@ -6,13 +6,35 @@ import time
 from collections.abc import Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
 
 from .fidelity import Fidelity
 from .reports import LinearReport, ModuleReport
 
 _ETA_MODULES = 8
 """The estimate looks at the last quantized modules; the first ones are not typical."""
+
+
+class _Countdown(ProgressColumn):
+    """The estimate of the time left, running down between modules.
+
+    It never falls below what the modules after the present one will take.
+    """
+
+    def render(self, task: Task) -> Text:
+        finish, rest = task.fields["estimate"]
+        if finish is None:
+            return Text("")
+        return Text(f"ETA {_clock(max(finish - time.monotonic(), rest))}")
 
 
 class ConsoleListener:
@@ -42,21 +64,21 @@ class ConsoleListener:
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
-                TextColumn("{task.fields[note]}"),
+                _Countdown(),
                 TimeElapsedColumn(),
                 TextColumn("elapsed"),
                 console=self._console,
                 transient=True,
             )
             self._modules = self._progress.add_task(
-                "modules", total=skipped + len(weights), completed=skipped, note=""
+                "modules", total=skipped + len(weights), completed=skipped, estimate=(None, 0)
             )
-            self._stage = self._progress.add_task("", total=1, note="")
+            self._stage = self._progress.add_task("", total=1, estimate=(None, 0))
             self._progress.start()
 
     def stage(self, key: str, name: str, total: float) -> None:
         if self._progress is not None and self._stage is not None:
-            self._progress.reset(self._stage, total=total, description=f"{key}: {name}", note="")
+            self._progress.reset(self._stage, total=total, description=f"{key}: {name}")
 
     def advance(self, amount: float) -> None:
         if self._progress is not None and self._stage is not None:
@@ -83,24 +105,32 @@ class ConsoleListener:
         if report.bad_rows:
             parts.append(f"{len(report.bad_rows)} rows dropped (not finite)")
         parts.append("resumed" if resumed else f"{seconds:.1f} s")
-        parts.append(self._eta())
-        self.message("-- " + "  ".join(part for part in parts if part))
+        left = self._left()
+        if left is not None:
+            parts.append(f"ETA {_clock(sum(left))}")
+        self.message("-- " + "  ".join(parts))
         if self._progress is not None and self._modules is not None:
-            self._progress.update(self._modules, completed=self._done, note=self._eta())
+            estimate = (None, 0) if left is None else (now + sum(left), sum(left[1:]))
+            self._progress.update(self._modules, completed=self._done, estimate=estimate)
+
+    def refresh(self) -> None:
+        """Draw the bars now; they redraw themselves several times a second."""
+        if self._progress is not None:
+            self._progress.refresh()
 
     def stop(self) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
-    def _eta(self) -> str:
-        """Time left at the pace of the last quantized modules, everything about them included."""
-        left = sum(self._weights.values())
+    def _left(self) -> list[float] | None:
+        """Seconds that each module still needs, at the pace of the last quantized ones, everything
+        about them included; None where nothing is known or left."""
         recent = self._pace[-_ETA_MODULES:]
-        if not left or not recent:
-            return ""
+        if not sum(self._weights.values()) or not recent:
+            return None
         per_weight = sum(seconds for seconds, _ in recent) / sum(weights for _, weights in recent)
-        return f"ETA {_clock(left * per_weight)}"
+        return [weights * per_weight for weights in self._weights.values()]
 
 
 def _clock(seconds: float) -> str:

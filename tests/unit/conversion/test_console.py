@@ -37,6 +37,23 @@ def test_the_two_times_beside_a_bar_can_be_told_apart(clock):
     assert re.search(r"modules .*ETA 0:00:20 \d:\d\d:\d\d elapsed", out.getvalue())
 
 
+def test_the_estimate_beside_a_bar_runs_down_but_not_below_what_later_modules_take(clock):
+    out = io.StringIO()
+    terminal = Console(file=out, force_terminal=True, width=80, color_system=None)
+    listener = console.ConsoleListener(console=terminal)
+    listener.start({"layers.0": 10, "layers.1": 10, "layers.2": 10}, 0)
+    clock[0] += 20
+    listener.module(module("layers.0"), None, False)
+    shown = []
+    for later in (15, 60):
+        clock[0] += later
+        out.truncate(0)
+        listener.refresh()
+        shown.append(eta_seconds(out.getvalue()))
+    listener.stop()
+    assert shown == [25, 20]
+
+
 def module(key: str, seconds: float = 0.5) -> ModuleReport:
     return ModuleReport(key, (), 0.0, (), seconds)
 
