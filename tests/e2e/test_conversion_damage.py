@@ -26,9 +26,7 @@ from exllamav3.errors import ConversionError
 MODULES = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
 
 
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(pipeline, "quantize_linear", stand_in_quantize)
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 class Job:

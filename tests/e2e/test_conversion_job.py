@@ -13,7 +13,6 @@ from conversion_support import (
     Recorder,
     folder_bytes,
     job_options,
-    stand_in_quantize,
     write_source,
 )
 from exllamav3.conversion import ConversionJob, convert, pipeline
@@ -23,15 +22,7 @@ from tiny_models import llama_config, random_tensors, write_folder
 from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.errors import ConversionError, FormatError
 
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(pipeline, "quantize_linear", stand_in_quantize)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return write_source(tmp_path_factory.mktemp("job") / "source")
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 def test_a_job_reports_every_module_and_compares_the_quantized_ones(source, tmp_path):

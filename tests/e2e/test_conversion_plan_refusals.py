@@ -9,25 +9,16 @@ import torch
 from conversion_support import (
     folder_bytes,
     job_options,
-    stand_in_quantize,
     write_source,
 )
-from exllamav3.conversion import ConversionJob, convert, output, pipeline
+from exllamav3.conversion import ConversionJob, convert, output
 from plan_support import LAYER_0, LAYER_1, converted, fused, mixed, plan_file
 from safetensors.torch import load_file, save_file
 
 from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.errors import ConversionError, TopologyError
 
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(pipeline, "quantize_linear", stand_in_quantize)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return write_source(tmp_path_factory.mktemp("job") / "source")
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 def plan_refused(source, tmp_path, plan: str, message: str, **changes) -> None:

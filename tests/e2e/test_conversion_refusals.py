@@ -16,25 +16,16 @@ from conversion_support import (
     interrupt,
     job_options,
     refused,
-    stand_in_quantize,
     write_source,
 )
-from exllamav3.conversion import ConversionJob, convert, layout, pipeline
+from exllamav3.conversion import ConversionJob, convert, layout
 from safetensors.torch import load_file, save_file
 from tiny_models import llama_config, qwen35_config, random_tensors, write_folder
 
 from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.errors import ConversionError, FormatError, UnsupportedError
 
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(pipeline, "quantize_linear", stand_in_quantize)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return write_source(tmp_path_factory.mktemp("job") / "source")
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 Usage = collections.namedtuple("Usage", "total used free")

@@ -23,15 +23,7 @@ from tiny_models import llama_config
 from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.errors import ConversionError
 
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(pipeline, "quantize_linear", stand_in_quantize)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return write_source(tmp_path_factory.mktemp("job") / "source")
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 def test_finished_modules_are_not_quantized_again(source, tmp_path, monkeypatch):

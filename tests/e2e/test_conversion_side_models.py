@@ -10,20 +10,16 @@ import torch
 from conversion_support import (
     interrupt,
     job_options,
-    stand_in_quantize,
     write_source,
 )
-from exllamav3.conversion import ConversionJob, convert, pipeline
+from exllamav3.conversion import ConversionJob, convert
 from safetensors.torch import save_file
 from tiny_models import qwen35_config, random_tensors
 
 from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.errors import ConversionError
 
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(pipeline, "quantize_linear", stand_in_quantize)
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 def multimodal(tmp_path: Path, **changes) -> Path:

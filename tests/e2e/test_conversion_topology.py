@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,15 +21,7 @@ from exllamav3.checkpoint.tensor_files import TensorFiles
 from exllamav3.modules.context import ForwardContext
 from exllamav3.topology import check_copies, parse_declaration
 
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(pipeline, "quantize_linear", stand_in_quantize)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return write_source(tmp_path_factory.mktemp("topology") / "source")
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 def test_a_fused_block_is_one_payload_and_a_mixed_block_is_three(source, tmp_path):

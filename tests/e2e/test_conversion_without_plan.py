@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import sys
 import types
-from pathlib import Path
 
 import pytest
 from conversion_support import (
     folder_bytes,
     job_options,
-    stand_in_quantize,
-    write_source,
 )
-from exllamav3.conversion import convert, pipeline
+from exllamav3.conversion import convert
 from plan_support import KEY
 
 from exllamav3.checkpoint.tensor_files import TensorFiles
 
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    monkeypatch.setattr(pipeline, "quantize_linear", stand_in_quantize)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return write_source(tmp_path_factory.mktemp("job") / "source")
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 def topology_functions() -> list[tuple[types.ModuleType, str]]:
