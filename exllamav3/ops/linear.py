@@ -29,7 +29,7 @@ def exl3_linear(
 
     On the CPU all arithmetic is float32. CUDA kernels multiply float16 activations (23-bit
     fixed point for one or two rows of mul1) and accumulate in float32; more than
-    `PACKED_ROWS` rows go through the reconstructed float16 matrix. docs/numerics.md.
+    `PACKED_ROWS` rows go through a decoded float16 matrix. docs/numerics.md.
 
     Args:
         x: float32, float16 or bfloat16 ``(..., k)``.
