@@ -3,8 +3,8 @@
 
     python benchmarks/results_smollm2.py MODEL_DIR [--device cuda:0]
 
-MODEL_DIR is what `benchmarks/smollm2.py` makes. Writes the section "smollm2" of docs/results.md,
-after each variant anew.
+MODEL_DIR is what `benchmarks/smollm2.py` makes. Writes the section "smollm2", or on a GPU
+"smollm2-gpu", of docs/results.md, after each variant anew.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def main() -> int:
     start = time.monotonic()
 
     def publish(measured: Sequence[Measured]) -> None:
-        write_section("smollm2", section(measured, arguments, time.monotonic() - start))
+        name = "smollm2" if arguments.device == "cpu" else "smollm2-gpu"
+        write_section(name, section(measured, arguments, time.monotonic() - start))
 
     measure(arguments.model, WORK, variants, options, ROWS, COLS, publish)
     return 0
@@ -86,7 +87,8 @@ def main() -> int:
 
 def section(measured: Sequence[Measured], arguments: argparse.Namespace, seconds: float) -> str:
     rows = arguments.cal_rows
-    return f"""## SmolLM2-135M-Instruct
+    place = "a CPU" if arguments.device == "cpu" else "a GPU"
+    return f"""## SmolLM2-135M-Instruct on {place}
 
 Llama architecture, 30 blocks, hidden 576 (padded to 640), 9 heads and 3 key/value heads of 64; made
 by `benchmarks/smollm2.py`. **Its weights were 4-bit once** (Q4_1, then BF16), so the table compares
