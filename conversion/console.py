@@ -113,11 +113,6 @@ class ConsoleListener:
             estimate = (None, 0) if left is None else (now + sum(left), sum(left[1:]))
             self._progress.update(self._modules, completed=self._done, estimate=estimate)
 
-    def refresh(self) -> None:
-        """Draw the bars now; they redraw themselves several times a second."""
-        if self._progress is not None:
-            self._progress.refresh()
-
     def stop(self) -> None:
         if self._progress is not None:
             self._progress.stop()
